@@ -1,0 +1,187 @@
+//! Many buffers of one length at once, for filling a receive queue.
+
+use std::{fmt, ptr::NonNull};
+
+use crate::{
+    access::Sge,
+    buf::Buf,
+    error::AllocError,
+    magazine::ThreadGate,
+    pool::{Core, Pool},
+    size_class::{self, MAX_BLOCK},
+    slab::Entry,
+    thread,
+};
+
+/// A reusable store of buffers of one pool and length. Filling and freeing it moves block entries by the
+/// run, and allocates nothing: the room is set when the batch is made.
+///
+/// ```
+/// # let pool = pinpool::Pool::builder().device(pinpool::Device::soft()).capacity(1 << 20).build()?;
+/// let mut batch = pinpool::Batch::with_capacity(32);
+/// assert_eq!(pool.alloc_many(&mut batch, 4096, 32)?, 32);
+/// for sge in batch.sges() {
+///     // post a receive for it
+///     assert_eq!(sge.length, 4096);
+/// }
+/// let one = batch.pop().expect("there are 32");
+/// assert_eq!(one.len(), 4096);
+/// pool.free_many(&mut batch);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Batch {
+    entries: Vec<Entry>,
+    /// Whose the entries are; meaningful while there are any.
+    core: NonNull<Core>,
+    len: usize,
+    class: usize,
+}
+
+// SAFETY: it owns its blocks as a `Buf` owns one, and what else it holds are numbers.
+unsafe impl Send for Batch {}
+// SAFETY: `&Batch` only reads.
+unsafe impl Sync for Batch {}
+
+impl Batch {
+    /// Makes an empty batch with room for `n` buffers; at least one.
+    pub fn with_capacity(n: usize) -> Self {
+        Self { entries: Vec::with_capacity(n.max(1)), core: NonNull::dangling(), len: 0, class: 0 }
+    }
+
+    /// How many buffers it holds.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether it holds none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// How many it has room for.
+    pub fn capacity(&self) -> usize {
+        self.entries.capacity()
+    }
+
+    #[inline]
+    fn gate(core: NonNull<Core>) -> &'static ThreadGate {
+        // SAFETY: callers have a handle or buffers of the core, so it is alive; the gate is this
+        // thread's, lives as long as the thread, and the reference does not leave the calling function.
+        unsafe { &*thread::gate_at(core.as_ref().slot_offset) }
+    }
+
+    #[inline]
+    pub(crate) fn refill(
+        &mut self,
+        pool: &Pool,
+        len: usize,
+        n: usize,
+    ) -> Result<usize, AllocError> {
+        let n = n.min(self.entries.capacity() - self.entries.len());
+        let same = self.core == pool.core_ptr() && self.len == len;
+        if !same {
+            // Another length or pool: what is held goes back first.
+            self.free();
+            (self.core, self.len) = (pool.core_ptr(), len);
+            self.class =
+                if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { 0 };
+        }
+        if len.wrapping_sub(1) < MAX_BLOCK {
+            let got = Self::gate(self.core).pop_many(self.class, n, &mut self.entries);
+            if got == n {
+                return Ok(n);
+            }
+            return self.refill_slow(pool, len, n, got);
+        }
+        self.refill_slow(pool, len, n, 0)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refill_slow(
+        &mut self,
+        pool: &Pool,
+        len: usize,
+        n: usize,
+        mut got: usize,
+    ) -> Result<usize, AllocError> {
+        while got < n {
+            match pool.alloc_slow(len, 1) {
+                Ok(buf) => {
+                    let (entry, class) = buf.into_parts();
+                    if got == 0 && self.entries.is_empty() {
+                        self.class = class;
+                    } else if class != self.class {
+                        // The last pages of a full pool come as spans; a batch has one class.
+                        drop(Buf::new(self.core, entry, len, class));
+                        break;
+                    }
+                    self.entries.push(entry);
+                    got += 1;
+                }
+                Err(e) if got == 0 => return Err(e),
+                Err(_) => break,
+            }
+            if self.class < size_class::CLASSES {
+                got += Self::gate(self.core).pop_many(self.class, n - got, &mut self.entries);
+            }
+        }
+        Ok(got)
+    }
+
+    /// Takes one buffer out.
+    pub fn pop(&mut self) -> Option<Buf> {
+        let entry = self.entries.pop()?;
+        Some(Buf::new(self.core, entry, self.len, self.class))
+    }
+
+    /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
+    /// to first.
+    pub fn sges(&self) -> impl ExactSizeIterator<Item = Sge> + '_ {
+        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
+        self.entries.iter().map(move |e| {
+            // SAFETY: an entry is here, so its core is alive.
+            let addr = unsafe { self.core.as_ref() }.wire_addr(e.ptr);
+            Sge { addr, length, lkey: e.keys.lkey() }
+        })
+    }
+
+    /// Gives all buffers back.
+    #[inline]
+    pub fn free(&mut self) {
+        if self.entries.is_empty() {
+            return;
+        }
+        // What the magazine has no room for goes one by one, through the slow path, which makes room.
+        Self::gate(self.core).push_many(self.class, &mut self.entries);
+        if !self.entries.is_empty() {
+            self.free_slow();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn free_slow(&mut self) {
+        while let Some(buf) = self.pop() {
+            drop(buf);
+            if !self.entries.is_empty() {
+                Self::gate(self.core).push_many(self.class, &mut self.entries);
+            }
+        }
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.free();
+    }
+}
+
+impl fmt::Debug for Batch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch")
+            .field("buffers", &self.entries.len())
+            .field("len", &self.len)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,2 @@
+//! The `pinpool` command line.
+fn main() {}

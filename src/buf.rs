@@ -1,0 +1,240 @@
+//! The handle that a user holds: one block, owned, with its keys.
+
+use std::{
+    fmt,
+    marker::PhantomData,
+    mem::ManuallyDrop,
+    ops::{Deref, DerefMut},
+    ptr::NonNull,
+    slice,
+};
+
+use crate::{
+    access::{Keys, LKey, RemoteBuf, Sge},
+    pool::Core,
+    slab::Entry,
+    thread,
+};
+
+/// An owned buffer in registered memory. Dropping it gives it back to its pool, from any thread, also
+/// after the pool's last handle is gone.
+///
+/// It dereferences to its bytes. They are zero or what an earlier owner left there; see
+/// [`Pool::alloc_zeroed`](crate::Pool::alloc_zeroed). The bytes never move (P9).
+///
+/// **What the device may do.** Handing a key to a peer, or posting a work request, lets the device read
+/// or write these bytes behind the compiler's back. While it may, do not hold references into them: post
+/// from `&mut` code that keeps the buffer but not the slice, and look again after the completion. And
+/// keep the buffer until then: dropping it while a work request is in flight lets its next owner's bytes
+/// be sent or overwritten.
+pub struct Buf {
+    entry: Entry,
+    len: usize,
+    core: NonNull<Core>,
+    class: u32,
+    _owns: PhantomData<[u8]>,
+}
+
+// SAFETY: a buffer is the only owner of its block, and giving it back works on any thread (each uses its
+// own magazines, or the slabs' lock).
+unsafe impl Send for Buf {}
+// SAFETY: `&Buf` only reads its fields and its bytes.
+unsafe impl Sync for Buf {}
+
+impl Buf {
+    /// Makes the handle of a block that was just taken from `core`.
+    #[inline(always)]
+    pub(crate) fn new(core: NonNull<Core>, entry: Entry, len: usize, class: usize) -> Self {
+        Self { entry, len, core, class: class as u32, _owns: PhantomData }
+    }
+
+    #[inline(always)]
+    fn core(&self) -> &Core {
+        // SAFETY: a core lives while any of its buffers does (`Core`'s contract), and this is one.
+        unsafe { self.core.as_ref() }
+    }
+
+    /// How many bytes were asked for (or kept by [`truncate`](Buf::truncate)).
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether [`len`](Buf::len) is 0.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// How many bytes the block has; [`set_len`](Buf::set_len) can use them all.
+    pub fn capacity(&self) -> usize {
+        self.core().slabs.block_len(self.entry.ptr, self.class as usize)
+    }
+
+    /// Sets the length, up to the capacity. The address stays (P9); bytes beyond the old length are
+    /// what an earlier owner left.
+    ///
+    /// # Errors
+    /// [`CapacityError`] if the block is shorter; the length is then unchanged. There is no growing
+    /// beyond it: memory that moved would leave its keys behind. Allocate a longer buffer and copy.
+    pub fn set_len(&mut self, len: usize) -> Result<(), CapacityError> {
+        let capacity = self.capacity();
+        if len > capacity {
+            return Err(CapacityError { asked: len, capacity });
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// Shortens to `len` bytes; does nothing if it is not longer than that.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// The first byte's address. It stays the same as long as this buffer lives.
+    #[inline]
+    pub fn as_ptr(&self) -> *const u8 {
+        self.entry.ptr.as_ptr()
+    }
+
+    /// The first byte's address, for writing.
+    #[inline]
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.entry.ptr.as_ptr()
+    }
+
+    /// The lkey: for this host's own work requests.
+    #[inline]
+    pub fn lkey(&self) -> LKey {
+        self.entry.keys.lkey()
+    }
+
+    /// Both keys.
+    #[inline]
+    pub fn keys(&self) -> Keys {
+        Keys {
+            lkey: self.entry.keys.lkey(),
+            rkey: self.core().remote.then_some(self.entry.keys.rkey()),
+        }
+    }
+
+    /// The scatter-gather element for the whole length.
+    ///
+    /// An element's length field has 32 bits; for a longer buffer this one is cut to `u32::MAX` bytes,
+    /// so use [`sge_range`](Buf::sge_range) there.
+    #[inline]
+    pub fn sge(&self) -> Sge {
+        Sge {
+            addr: self.core().wire_addr(self.entry.ptr),
+            length: u32::try_from(self.len).unwrap_or(u32::MAX),
+            lkey: self.lkey(),
+        }
+    }
+
+    /// The scatter-gather element for `len` bytes from `offset`; `None` if they are not all inside.
+    pub fn sge_range(&self, offset: usize, len: u32) -> Option<Sge> {
+        let end = offset.checked_add(len as usize)?;
+        let addr = self.core().wire_addr(self.entry.ptr) + offset as u64;
+        (end <= self.len).then_some(Sge { addr, length: len, lkey: self.lkey() })
+    }
+
+    /// What a peer needs to reach these bytes; `None` if the pool's access class lets it do nothing.
+    ///
+    /// The right that the rkey conveys is over the whole arena, not over this buffer alone.
+    #[inline]
+    pub fn remote(&self) -> Option<RemoteBuf> {
+        let rkey = self.keys().rkey?;
+        Some(RemoteBuf { addr: self.core().wire_addr(self.entry.ptr), len: self.len as u64, rkey })
+    }
+
+    /// Gives up the handle and keeps the block, as a bare address. [`Pool::from_raw`] or
+    /// [`Pool::free_raw`] takes it back, once; without either it leaks, and keeps its arenas alive.
+    ///
+    /// [`Pool::from_raw`]: crate::Pool::from_raw
+    /// [`Pool::free_raw`]: crate::Pool::free_raw
+    pub fn into_raw(self) -> NonNull<u8> {
+        let this = ManuallyDrop::new(self);
+        this.core().slabs.set_out(this.entry.ptr);
+        this.entry.ptr
+    }
+
+    /// The block and class, without giving it back.
+    #[inline]
+    pub(crate) fn into_parts(self) -> (Entry, usize) {
+        let this = ManuallyDrop::new(self);
+        (this.entry, this.class as usize)
+    }
+
+    pub(crate) fn belongs_to(&self, core: NonNull<Core>) -> bool {
+        self.core == core
+    }
+}
+
+impl Drop for Buf {
+    #[inline]
+    fn drop(&mut self) {
+        let core = self.core;
+        let class = self.class as usize;
+        // SAFETY: this buffer is live until it has been pushed, and its core with it.
+        let gate = thread::gate_at(unsafe { core.as_ref() }.slot_offset);
+        // SAFETY: `gate_at` gives this thread's own gate, which lives as long as the thread.
+        if !unsafe { &*gate }.push(class, self.entry) {
+            // SAFETY: not pushed, so this buffer is still live, and its core with it.
+            unsafe { Core::free_slow(core, self.entry, class) };
+        }
+    }
+}
+
+impl Deref for Buf {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the block is mapped while this buffer lives (P4), is at least `len` bytes long, was
+        // zeroed when it was mapped and so is initialised, and is this buffer's alone.
+        unsafe { slice::from_raw_parts(self.entry.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for Buf {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`; `&mut self` makes it exclusive.
+        unsafe { slice::from_raw_parts_mut(self.entry.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl AsRef<[u8]> for Buf {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl AsMut<[u8]> for Buf {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self
+    }
+}
+
+impl fmt::Debug for Buf {
+    /// Shows where the buffer is and its keys, never what is in it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buf")
+            .field("addr", &self.entry.ptr)
+            .field("len", &self.len)
+            .field("capacity", &self.capacity())
+            .field("keys", &self.keys())
+            .finish()
+    }
+}
+
+/// A length beyond a buffer's block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{asked} bytes do not fit a buffer of {capacity}; registered memory cannot grow in place")]
+#[non_exhaustive]
+pub struct CapacityError {
+    /// Bytes asked.
+    pub asked: usize,
+    /// Bytes of the block.
+    pub capacity: usize,
+}

@@ -1,0 +1,361 @@
+//! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
+//! made here beyond reading limits.
+
+use std::fmt;
+
+use crate::{
+    access::Access,
+    device::{Device, DeviceInfo, Pinning},
+    error::BuildError,
+    pool::Pool,
+    size_class::MIN_BLOCK,
+    sys::{limits, mmap},
+};
+
+/// A size of hugepage.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PageSize {
+    /// 2 MiB.
+    Huge2M,
+    /// 1 GiB.
+    Huge1G,
+}
+
+impl PageSize {
+    /// Bytes of one page.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Huge2M => 2 << 20,
+            Self::Huge1G => 1 << 30,
+        }
+    }
+}
+
+/// The pages that arenas are made of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Pages {
+    /// This size, or an error that says how many were free.
+    Require(PageSize),
+    /// This size arena by arena, base pages for those that cannot have it.
+    /// [`ArenaInfo::page_size`](crate::ArenaInfo::page_size) tells what was got.
+    Prefer(PageSize),
+    /// The system's base pages.
+    Base,
+}
+
+impl Pages {
+    /// The sizes to try, best first.
+    fn candidates(self) -> Result<Vec<usize>, BuildError> {
+        let offered = limits::page_sizes();
+        let base = mmap::base_page();
+        Ok(match self {
+            Self::Base => vec![base],
+            Self::Prefer(size) if offered.contains(&size.bytes()) => vec![size.bytes(), base],
+            Self::Prefer(_) => vec![base],
+            Self::Require(size) if offered.contains(&size.bytes()) => vec![size.bytes()],
+            Self::Require(size) => {
+                return Err(BuildError::PageSizeAbsent { asked: size.bytes(), offered });
+            }
+        })
+    }
+}
+
+/// Something rare that an operator should hear of.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A device would not deregister an arena; its memory stays mapped for ever.
+    DeregisterFailed {
+        /// The arena's first byte.
+        addr: usize,
+        /// Bytes that leak.
+        len: usize,
+        /// The refusal.
+        error: &'a crate::error::RegisterError,
+    },
+    /// Hugepages were preferred and could not be had; the arena is on base pages.
+    HugepagesMissing {
+        /// Which arena, from 0.
+        arena: usize,
+        /// Bytes of it.
+        len: usize,
+        /// Bytes of the page that was preferred.
+        page_size: usize,
+        /// How many of that size were free.
+        free_pages: Option<u64>,
+    },
+}
+
+pub(crate) type EventHook = Box<dyn Fn(&Event<'_>) + Send + Sync>;
+
+/// Gathers what a pool shall be; [`build`](Builder::build) checks it all and makes it.
+///
+/// ```
+/// use pinpool::{Access, Device, Pages, PageSize, Pool};
+///
+/// let pool = Pool::builder()
+///     .device(Device::soft())
+///     .access(Access::LOCAL_WRITE | Access::REMOTE_READ)
+///     .capacity(1 << 20)
+///     .pages(Pages::Prefer(PageSize::Huge2M))
+///     .build()?;
+/// let mut buf = pool.alloc(4096)?;
+/// buf[..5].copy_from_slice(b"hello");
+/// assert!(buf.remote().is_some());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use = "nothing is built before `build`"]
+pub struct Builder {
+    device: Option<Device>,
+    access: Access,
+    capacity: usize,
+    arena_size: Option<usize>,
+    pages: Pages,
+    colouring: bool,
+    hook: Option<EventHook>,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            device: None,
+            access: Access::LOCAL_WRITE,
+            capacity: 0,
+            arena_size: None,
+            pages: Pages::Prefer(PageSize::Huge2M),
+            colouring: false,
+            hook: None,
+        }
+    }
+}
+
+impl fmt::Debug for Builder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder")
+            .field("device", &self.device)
+            .field("access", &self.access)
+            .field("capacity", &self.capacity)
+            .field("arena_size", &self.arena_size)
+            .field("pages", &self.pages)
+            .field("colouring", &self.colouring)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Builder {
+    /// Sets the device whose PD all arenas are registered under. Must be set.
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Sets the rights of all arenas; [`Access::LOCAL_WRITE`] unless set. Exactly these reach the
+    /// device, none is added.
+    pub fn access(mut self, access: Access) -> Self {
+        self.access = access;
+        self
+    }
+
+    /// Sets how many bytes are mapped and registered by [`build`](Builder::build), rounded up to whole
+    /// pages. Must be set.
+    pub fn capacity(mut self, bytes: usize) -> Self {
+        self.capacity = bytes;
+        self
+    }
+
+    /// Sets the bytes of one arena, and so of one memory region: a power of two. It bounds the longest
+    /// buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
+    /// the device's `max_mr_size` forces it).
+    pub fn arena_size(mut self, bytes: usize) -> Self {
+        self.arena_size = Some(bytes);
+        self
+    }
+
+    /// Sets the pages; [`Pages::Prefer`] of 2 MiB unless set.
+    pub fn pages(mut self, pages: Pages) -> Self {
+        self.pages = pages;
+        self
+    }
+
+    /// Spreads the starts of page-sized blocks over the processor's cache sets, at the cost of 64 bytes
+    /// a block and of their page alignment. For users who touch only the first bytes of many buffers
+    /// (headers); those otherwise all compete for one set.
+    pub fn colouring(mut self, on: bool) -> Self {
+        self.colouring = on;
+        self
+    }
+
+    /// Sets a function that is told of rare events. It is called with no lock held, on whatever thread
+    /// met the event; it must not panic.
+    pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
+        self.hook = Some(Box::new(hook));
+        self
+    }
+
+    /// Maps, faults in and registers all arenas, and makes the pool.
+    ///
+    /// # Errors
+    /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
+    pub fn build(self) -> Result<Pool, BuildError> {
+        Pool::from_plan(self.plan()?)
+    }
+
+    /// Checks everything that can be known before the first page is mapped.
+    fn plan(self) -> Result<Plan, BuildError> {
+        let device = self.device.ok_or(BuildError::NoDevice)?;
+        if let Some(reason) = self.access.conflict() {
+            return Err(BuildError::Access { access: self.access, reason });
+        }
+        if self.capacity == 0 {
+            return Err(BuildError::ZeroCapacity);
+        }
+        let page_sizes = self.pages.candidates()?;
+        let page = page_sizes[0];
+        const MAX: usize = 1 << 46;
+        if self.capacity > MAX {
+            return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
+        }
+        let capacity = self.capacity.next_multiple_of(page);
+        let info = device.info();
+        let stride = arena_stride(self.arena_size, capacity, page, &info)?;
+        let mut arenas = vec![stride; capacity / stride];
+        if !capacity.is_multiple_of(stride) {
+            arenas.push(capacity % stride);
+        }
+        if arenas.len() as u64 > info.max_mr {
+            return Err(BuildError::TooManyArenas {
+                device: info.name,
+                arenas: arenas.len(),
+                arena_size: stride,
+                max_mr: info.max_mr,
+            });
+        }
+        if let Some(e) = memlock_refusal(&info, capacity, None) {
+            return Err(e);
+        }
+        Ok(Plan {
+            device,
+            info,
+            access: self.access,
+            capacity,
+            stride,
+            arenas,
+            page_sizes,
+            pad: if self.colouring { MIN_BLOCK } else { 0 },
+            hook: self.hook,
+        })
+    }
+}
+
+/// Decides the power of two that arenas are apart, and so their length.
+fn arena_stride(
+    asked: Option<usize>,
+    capacity: usize,
+    page: usize,
+    info: &DeviceInfo,
+) -> Result<usize, BuildError> {
+    let max = usize::try_from(info.max_mr_size).unwrap_or(usize::MAX);
+    if max < page {
+        return Err(BuildError::MrTooSmall {
+            device: info.name.clone(),
+            page_size: page,
+            max_mr_size: info.max_mr_size,
+        });
+    }
+    let whole = capacity.next_power_of_two();
+    let Some(asked) = asked else {
+        let few = (capacity / 8).next_power_of_two().max(1 << 30);
+        let fits = 1 << max.ilog2();
+        return Ok(few.min(whole).min(fits).max(page));
+    };
+    let bad = |problem| Err(BuildError::ArenaSize { asked, problem });
+    if !asked.is_power_of_two() {
+        return bad("is not a power of two".to_owned());
+    }
+    if asked < page {
+        return bad(format!("is smaller than one page of {page} bytes"));
+    }
+    if asked > max {
+        return bad(format!(
+            "is more than one memory region of {} may cover (max_mr_size {max} bytes)",
+            info.name
+        ));
+    }
+    // A larger stride than the capacity would only waste address space.
+    Ok(asked.min(whole).max(page))
+}
+
+/// The error to give if pinning `bytes` more exceeds the limit; `None` when the numbers permit it.
+/// `errno` is what the device said, when it has been asked.
+pub(crate) fn memlock_refusal(
+    info: &DeviceInfo,
+    bytes: usize,
+    errno: Option<i32>,
+) -> Option<BuildError> {
+    let m = limits::memlock();
+    // The kernel counts the two apart, each against the whole limit.
+    let pinned = match info.pinning {
+        Pinning::Pinned => m.pinned,
+        Pinning::Locked => m.locked,
+        Pinning::Free => return None,
+    };
+    let fits = pinned.checked_add(bytes as u64).is_some_and(|sum| sum <= m.soft);
+    (!m.exempt && !fits).then_some(BuildError::Memlock {
+        asked: bytes as u64,
+        pinned,
+        soft: m.soft,
+        hard: m.hard,
+        errno,
+    })
+}
+
+/// What is to be built; immutable.
+pub(crate) struct Plan {
+    pub(crate) device: Device,
+    pub(crate) info: DeviceInfo,
+    pub(crate) access: Access,
+    /// Bytes, whole pages.
+    pub(crate) capacity: usize,
+    /// From one arena's start to the next: a power of two.
+    pub(crate) stride: usize,
+    /// Each arena's length.
+    pub(crate) arenas: Vec<usize>,
+    /// Page sizes to try for each arena, best first.
+    pub(crate) page_sizes: Vec<usize>,
+    /// Bytes between the blocks of page-multiple slab classes (colouring).
+    pub(crate) pad: usize,
+    pub(crate) hook: Option<EventHook>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(max_mr_size: u64) -> DeviceInfo {
+        let mut i = DeviceInfo::new("d", "t");
+        i.max_mr_size = max_mr_size;
+        i
+    }
+
+    #[test]
+    fn default_arenas_are_few_and_fit_the_device() {
+        let stride = |cap, max| arena_stride(None, cap, 4096, &info(max)).expect("stride");
+        assert_eq!(stride(6 << 20, u64::MAX), 8 << 20);
+        assert_eq!(stride(1 << 30, u64::MAX), 1 << 30);
+        assert_eq!(stride(4 << 30, u64::MAX), 1 << 30);
+        assert_eq!(stride(512 << 30, u64::MAX), 64 << 30);
+        assert_eq!(stride(64 << 20, 5 << 20), 4 << 20);
+        assert_eq!(stride(4096, u64::MAX), 4096);
+    }
+
+    #[test]
+    fn asked_arenas_are_refused_not_cut() {
+        let stride = |asked| arena_stride(Some(asked), 64 << 20, 4096, &info(4 << 20));
+        assert_eq!(stride(4 << 20).expect("fits"), 4 << 20);
+        for bad in [0, 2048, 3 << 20, 8 << 20] {
+            assert!(matches!(stride(bad), Err(BuildError::ArenaSize { .. })), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! The software device: registers memory of this process and plays its own peer. Manages keys, rights
+//! and `mlock`; it moves bytes only through [`SoftDevice::write`] and its siblings, which check what a
+//! NIC would check.
+
+use std::{collections::HashMap, io, ptr::NonNull};
+
+use parking_lot::RwLock;
+
+use super::{DeviceInfo, MrHandle, MrRequest, Pinning, Registrar, Registration};
+use crate::{
+    access::{Access, LKey, RKey, Sge},
+    error::RegisterError,
+    sys::mmap,
+};
+
+/// A device made of software, for tests and machines without RDMA; see [`Device::soft`].
+///
+/// Its lkeys and rkeys differ (an even and an odd number), so that swapped keys show. A peer's access
+/// is checked for key, range and right, and refused with [`SoftError`], where a NIC would complete
+/// with "remote access error".
+///
+/// [`Device::soft`]: super::Device::soft
+#[derive(Debug)]
+pub struct SoftDevice {
+    regions: RwLock<Regions>,
+    info: DeviceInfo,
+}
+
+#[derive(Debug, Default)]
+struct Regions {
+    next: u32,
+    by_handle: HashMap<u64, Region>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Region {
+    addr: NonNull<u8>,
+    len: usize,
+    access: Access,
+    lkey: LKey,
+    rkey: RKey,
+}
+
+// SAFETY: a region is a record of an address range; the range is touched only under the contracts of
+// `Registrar::register` and of the unsafe calls below, none of which bind it to a thread.
+unsafe impl Send for Region {}
+// SAFETY: as above; the record itself is never changed.
+unsafe impl Sync for Region {}
+
+/// Why the software device refused a peer's access.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SoftError {
+    /// The key names no region.
+    #[error("key {0:#x} names no registered region")]
+    UnknownKey(u32),
+    /// The region lacks the right.
+    #[error("the region has {granted}, the access needs {needed}")]
+    Right {
+        /// What the access needs.
+        needed: Access,
+        /// What the region has.
+        granted: Access,
+    },
+    /// Outside the region.
+    #[error("{len} bytes at {addr:#x} are not inside the region ({start:#x}..{end:#x})")]
+    Range {
+        /// First byte asked, as on the wire.
+        addr: u64,
+        /// Bytes asked.
+        len: u64,
+        /// First byte of the region, as on the wire.
+        start: u64,
+        /// One past its last.
+        end: u64,
+    },
+    /// An atomic on an address that is not a multiple of eight.
+    #[error("atomic at {0:#x}, which is not a multiple of 8")]
+    Misaligned(u64),
+}
+
+impl SoftDevice {
+    pub(super) fn new() -> Self {
+        let mut info = DeviceInfo::new("soft", "soft");
+        info.pinning = Pinning::Locked;
+        Self { regions: RwLock::default(), info }
+    }
+
+    /// How many regions are registered now.
+    pub fn regions(&self) -> usize {
+        self.regions.read().by_handle.len()
+    }
+
+    /// Writes as a peer: RDMA WRITE of `data` to `addr` under `rkey`.
+    ///
+    /// # Errors
+    /// [`SoftError`], and no byte is changed.
+    pub fn write(&self, rkey: RKey, addr: u64, data: &[u8]) -> Result<(), SoftError> {
+        self.with_remote(rkey, addr, data.len(), Access::REMOTE_WRITE, |p| {
+            // SAFETY: `with_remote` checked that `data.len()` bytes at `p` lie in one registered
+            // region, which stays mapped while it is registered; the caller's `data` is a live slice,
+            // and `copy` allows overlap. That peers write at any time is what REMOTE_WRITE means.
+            unsafe { p.copy_from(NonNull::from(data).cast(), data.len()) }
+        })
+    }
+
+    /// Reads as a peer: RDMA READ of `data.len()` bytes from `addr` under `rkey`.
+    ///
+    /// # Errors
+    /// [`SoftError`], and `data` is unchanged.
+    pub fn read(&self, rkey: RKey, addr: u64, data: &mut [u8]) -> Result<(), SoftError> {
+        self.with_remote(rkey, addr, data.len(), Access::REMOTE_READ, |p| {
+            // SAFETY: as in `write`, with the direction reversed; `data` is exclusively borrowed.
+            unsafe { p.copy_to(NonNull::from(&mut *data).cast(), data.len()) }
+        })
+    }
+
+    /// Adds as a peer: atomic fetch-and-add of `add` on the 8 bytes at `addr`; returns what was there.
+    ///
+    /// # Errors
+    /// [`SoftError`], and nothing is changed.
+    pub fn fetch_add(&self, rkey: RKey, addr: u64, add: u64) -> Result<u64, SoftError> {
+        self.atomic(rkey, addr, |a| a.fetch_add(add, std::sync::atomic::Ordering::SeqCst))
+    }
+
+    /// Compares and swaps as a peer on the 8 bytes at `addr`; returns what was there.
+    ///
+    /// # Errors
+    /// [`SoftError`], and nothing is changed.
+    pub fn compare_swap(
+        &self,
+        rkey: RKey,
+        addr: u64,
+        old: u64,
+        new: u64,
+    ) -> Result<u64, SoftError> {
+        use std::sync::atomic::Ordering::SeqCst;
+        self.atomic(rkey, addr, |a| {
+            a.compare_exchange(old, new, SeqCst, SeqCst).unwrap_or_else(|found| found)
+        })
+    }
+
+    /// Checks a local element as a device checks it before it touches memory: the lkey names a region
+    /// that holds all of it and, if the device is to write, permits that.
+    ///
+    /// # Errors
+    /// [`SoftError`].
+    pub fn check_local(&self, sge: &Sge, device_writes: bool) -> Result<(), SoftError> {
+        let need = if device_writes { Access::LOCAL_WRITE } else { Access::empty() };
+        let regions = self.regions.read();
+        let region = regions.by_handle.values().find(|r| r.lkey == sge.lkey);
+        region
+            .ok_or(SoftError::UnknownKey(sge.lkey.get()))?
+            .check(sge.addr, u64::from(sge.length), need)
+            .map(drop)
+    }
+
+    fn atomic<R>(
+        &self,
+        rkey: RKey,
+        addr: u64,
+        op: impl FnOnce(&std::sync::atomic::AtomicU64) -> R,
+    ) -> Result<R, SoftError> {
+        if !addr.is_multiple_of(8) {
+            return Err(SoftError::Misaligned(addr));
+        }
+        self.with_remote(rkey, addr, 8, Access::REMOTE_ATOMIC, |p| {
+            // SAFETY: eight bytes at `p` lie in a registered region (checked), aligned to eight since
+            // regions start on pages and `addr` was checked; the region outlives the read lock.
+            op(unsafe { std::sync::atomic::AtomicU64::from_ptr(p.cast().as_ptr()) })
+        })
+    }
+
+    /// Runs `op` on the address, with the regions locked against deregistration meanwhile.
+    fn with_remote<R>(
+        &self,
+        rkey: RKey,
+        addr: u64,
+        len: usize,
+        need: Access,
+        op: impl FnOnce(NonNull<u8>) -> R,
+    ) -> Result<R, SoftError> {
+        let regions = self.regions.read();
+        let region = regions.by_handle.values().find(|r| r.rkey == rkey);
+        let p = region.ok_or(SoftError::UnknownKey(rkey.get()))?.check(addr, len as u64, need)?;
+        Ok(op(p))
+    }
+}
+
+impl Region {
+    /// Translates an address on the wire, if range and rights permit.
+    fn check(&self, addr: u64, len: u64, needed: Access) -> Result<NonNull<u8>, SoftError> {
+        if !self.access.contains(needed) {
+            return Err(SoftError::Right { needed, granted: self.access });
+        }
+        let zero_based = self.access.contains(Access::ZERO_BASED);
+        let start = if zero_based { 0 } else { self.addr.as_ptr() as u64 };
+        let end = start + self.len as u64;
+        if addr < start || addr.checked_add(len).is_none_or(|last| last > end) {
+            return Err(SoftError::Range { addr, len, start, end });
+        }
+        // SAFETY: `addr - start <= self.len` was checked just above, so this stays inside the region
+        // or one past its end.
+        Ok(unsafe { self.addr.add((addr - start) as usize) })
+    }
+}
+
+// SAFETY: deregistering removes the record under the write lock, which waits for every access in
+// progress, so nothing touches the range afterwards (1); a failed registration leaves no record (2);
+// only mlock and munlock are called on the range (3); `check` holds accesses to the record's rights (4).
+unsafe impl Registrar for SoftDevice {
+    fn info(&self) -> DeviceInfo {
+        self.info.clone()
+    }
+
+    unsafe fn register(&self, request: &MrRequest) -> Result<Registration, RegisterError> {
+        let fail = |call, source| RegisterError::Register {
+            call,
+            device: self.info.name.clone(),
+            len: request.len,
+            access: request.access,
+            source,
+        };
+        if request.access.conflict().is_some() {
+            return Err(fail("soft register", io::Error::from_raw_os_error(libc::EINVAL)));
+        }
+        // SAFETY: the range is mapped until it is deregistered (contract), which unlocks it.
+        unsafe { mmap::lock(request.addr, request.len) }.map_err(|e| fail("mlock", e))?;
+        let mut regions = self.regions.write();
+        let n = regions.next;
+        regions.next = n.wrapping_add(1);
+        let (lkey, rkey) = (LKey::new(0x100 | n << 9), RKey::new(0x101 | n << 9));
+        let handle = MrHandle(u64::from(n));
+        let region =
+            Region { addr: request.addr, len: request.len, access: request.access, lkey, rkey };
+        regions.by_handle.insert(handle.0, region);
+        Ok(Registration { handle, lkey, rkey, access: request.access })
+    }
+
+    unsafe fn deregister(&self, handle: MrHandle) -> Result<(), RegisterError> {
+        let fail = |call, source| RegisterError::Deregister {
+            call,
+            device: self.info.name.clone(),
+            source,
+        };
+        let region =
+            self.regions.write().by_handle.remove(&handle.0).ok_or_else(|| {
+                fail("soft deregister", io::Error::from_raw_os_error(libc::EINVAL))
+            })?;
+        // SAFETY: the range stays mapped until this returns (contract of `register`).
+        unsafe { mmap::unlock(region.addr, region.len) }.map_err(|e| fail("munlock", e))
+    }
+}

@@ -1,0 +1,437 @@
+//! Magazines: each thread's private stacks of free blocks, one a class, and their exchange with the
+//! depot. Manages who may touch them; where blocks come from in the end is the pool's business.
+//!
+//! A thread has two magazines a class, as in Bonwick's scheme: one loaded, that alloc pops and free
+//! pushes, and the previous one, full or empty. Only when both are empty or both full does a whole
+//! magazine change hands with the depot, so a thread that goes to and fro over a boundary does not.
+//!
+//! ```text
+//! Mag    bottom ──► ┌───────┐
+//!                   │ entry │  blocks to hand out
+//!        top ─────► ├───────┤  next push goes here
+//!                   │       │
+//!        end ─────► └───────┘
+//! ```
+
+use std::{
+    cell::{Cell, UnsafeCell},
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicPtr, Ordering::Relaxed},
+    },
+};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::{
+    depot::{Depot, Magazine},
+    gate::{Gate, revoke_all},
+    size_class::{self, CLASSES, SPAN_CLASS},
+    slab::Entry,
+};
+
+/// One class's magazines in one thread.
+struct Mag {
+    /// Atomic only so that the books can read it; the owner alone writes it while the gate is open.
+    top: AtomicPtr<Entry>,
+    bottom: Cell<*mut Entry>,
+    end: Cell<*mut Entry>,
+    loaded: Cell<Option<Magazine>>,
+    previous: Cell<Option<Magazine>>,
+}
+
+const _: () = assert!(size_of::<Mag>() == 32, "class to magazine is a shift");
+
+impl Mag {
+    const fn new() -> Self {
+        Self {
+            top: AtomicPtr::new(ptr::null_mut()),
+            bottom: Cell::new(ptr::null_mut()),
+            end: Cell::new(ptr::null_mut()),
+            loaded: Cell::new(None),
+            previous: Cell::new(None),
+        }
+    }
+
+    #[inline(always)]
+    fn pop(&self) -> Option<Entry> {
+        let top = self.top.load(Relaxed);
+        if top == self.bottom.get() {
+            return None;
+        }
+        // SAFETY: `bottom < top <= end` delimit the loaded magazine's memory, so `top - 1` is in it,
+        // and was written by the push (or load) that moved `top` above it.
+        let top = unsafe { top.sub(1) };
+        self.top.store(top, Relaxed);
+        // SAFETY: as above.
+        Some(unsafe { top.read() })
+    }
+
+    #[inline(always)]
+    fn push(&self, entry: Entry) -> bool {
+        let top = self.top.load(Relaxed);
+        if top == self.end.get() {
+            return false;
+        }
+        // SAFETY: `bottom <= top < end` delimit the loaded magazine's memory, so `top` is in it.
+        unsafe { top.write(entry) };
+        // SAFETY: as above; one past `top` is at most `end`.
+        self.top.store(unsafe { top.add(1) }, Relaxed);
+        true
+    }
+
+    fn len(&self) -> usize {
+        (self.top.load(Relaxed) as usize - self.bottom.get() as usize) / size_of::<Entry>()
+    }
+
+    fn room(&self) -> usize {
+        (self.end.get() as usize - self.top.load(Relaxed) as usize) / size_of::<Entry>()
+    }
+
+    fn load(&self, depot: &Depot, m: Magazine) {
+        let (first, cap) = depot.memory(&m);
+        self.bottom.set(first);
+        // SAFETY: `first` and `cap` delimit one allocation, and `count <= cap`.
+        let (top, end) = unsafe { (first.add(depot.count(&m)), first.add(cap)) };
+        self.end.set(end);
+        self.top.store(top, Relaxed);
+        self.loaded.set(Some(m));
+    }
+
+    fn unload(&self, depot: &Depot) -> Option<Magazine> {
+        let m = self.loaded.take()?;
+        depot.set_count(&m, self.len());
+        self.top.store(ptr::null_mut(), Relaxed);
+        self.bottom.set(ptr::null_mut());
+        self.end.set(ptr::null_mut());
+        Some(m)
+    }
+
+    /// Makes the previous magazine the loaded one and the other way round.
+    fn swap(&self, depot: &Depot) {
+        let now = self.previous.take();
+        self.previous.set(self.unload(depot));
+        if let Some(m) = now {
+            self.load(depot, m);
+        }
+    }
+
+    fn previous_len(&self, depot: &Depot) -> Option<usize> {
+        let m = self.previous.take();
+        let len = m.as_ref().map(|m| depot.count(m));
+        self.previous.set(m);
+        len
+    }
+}
+
+/// All magazines of one thread for one pool.
+pub(crate) struct Magazines {
+    // One more than there are classes: spans above them find a magazine that is always empty and always
+    // full, and so take the slow path without a test of their own.
+    mags: [Mag; CLASSES + 1],
+}
+
+/// What a closed gate leads to: magazines without any room, so that both pop and push fail.
+struct Empty(Magazines);
+
+// SAFETY: nothing ever writes to it: a pop finds `top == bottom`, a push `top == end`.
+unsafe impl Sync for Empty {}
+
+static EMPTY: Empty = Empty(Magazines { mags: [const { Mag::new() }; CLASSES + 1] });
+
+/// See [`Empty`].
+pub(crate) const fn empty() -> *mut Magazines {
+    &raw const EMPTY.0 as *mut Magazines
+}
+
+impl Magazines {
+    #[inline(always)]
+    fn mag(&self, class: usize) -> &Mag {
+        debug_assert!(class <= SPAN_CLASS);
+        // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
+        // SPAN_CLASS, and so is at most SPAN_CLASS == CLASSES.
+        unsafe { self.mags.get_unchecked(class) }
+    }
+}
+
+/// The gate through which a thread reaches its magazines of one pool.
+pub(crate) type ThreadGate = Gate<Magazines>;
+
+impl ThreadGate {
+    /// Pops a block of `class`; the whole of a cached alloc. Owner thread only.
+    #[inline(always)]
+    pub(crate) fn pop(&self, class: usize) -> Option<Entry> {
+        // SAFETY: the gate leads to EMPTY or to published magazines, which are freed only after the gate
+        // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
+        let entry = unsafe { &*self.enter() }.mag(class).pop();
+        self.leave();
+        entry
+    }
+
+    /// Pushes a block of `class`, the whole of a cached free; false if there was no room. Owner thread
+    /// only.
+    #[inline(always)]
+    pub(crate) fn push(&self, class: usize, entry: Entry) -> bool {
+        // SAFETY: as in `pop`.
+        let done = unsafe { &*self.enter() }.mag(class).push(entry);
+        self.leave();
+        done
+    }
+
+    /// Pops up to `out.capacity() - out.len()` blocks onto `out`, from the loaded magazine alone.
+    #[inline]
+    pub(crate) fn pop_many(&self, class: usize, want: usize, out: &mut Vec<Entry>) -> usize {
+        // SAFETY: as in `pop`.
+        let mag = unsafe { &*self.enter() }.mag(class);
+        let n = want.min(mag.len()).min(out.capacity() - out.len());
+        if n > 0 {
+            // SAFETY: the top `n` entries of the loaded magazine are written, and `out` has room.
+            unsafe {
+                let top = mag.top.load(Relaxed).sub(n);
+                top.copy_to_nonoverlapping(out.as_mut_ptr().add(out.len()), n);
+                out.set_len(out.len() + n);
+                mag.top.store(top, Relaxed);
+            }
+        }
+        self.leave();
+        n
+    }
+
+    /// Pushes as many of the last of `entries` as the loaded magazine has room for, and cuts them off.
+    #[inline]
+    pub(crate) fn push_many(&self, class: usize, entries: &mut Vec<Entry>) -> usize {
+        // SAFETY: as in `pop`.
+        let mag = unsafe { &*self.enter() }.mag(class);
+        let n = entries.len().min(mag.room());
+        if n > 0 {
+            // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
+            unsafe {
+                let top = mag.top.load(Relaxed);
+                entries.set_len(entries.len() - n);
+                top.copy_from_nonoverlapping(entries.as_ptr().add(entries.len()), n);
+                mag.top.store(top.add(n), Relaxed);
+            }
+        }
+        self.leave();
+        n
+    }
+}
+
+/// What a thread has of one pool; shared with thieves.
+pub(crate) struct Local {
+    magazines: Box<UnsafeCell<Magazines>>,
+    state: Mutex<LocalState>,
+    /// The owner thread's gate. Valid while `attached`: the thread detaches before its memory goes.
+    gate: *const ThreadGate,
+}
+
+struct LocalState {
+    attached: bool,
+    /// Bytes that the magazines in use here can hold, over all classes.
+    reserved: usize,
+}
+
+// SAFETY: the magazines are touched inside the gate by the owner thread, or under `state`'s lock with
+// the gate idle (see `Hold`); the gate pointer is followed only while attached.
+unsafe impl Send for Local {}
+// SAFETY: as above.
+unsafe impl Sync for Local {}
+
+impl Local {
+    /// Makes empty magazines for the owner of `gate`.
+    ///
+    /// # Safety
+    /// `gate` stays valid until [`Hold::detach`] was called.
+    pub(crate) unsafe fn new(gate: *const ThreadGate) -> Arc<Self> {
+        let mags = std::array::from_fn(|_| Mag::new());
+        Arc::new(Self {
+            magazines: Box::new(UnsafeCell::new(Magazines { mags })),
+            state: Mutex::new(LocalState { attached: true, reserved: 0 }),
+            gate,
+        })
+    }
+
+    /// The owner's own slow path: the gate may stay open, for the owner is here and not inside.
+    ///
+    /// # Safety
+    /// Only on the thread that owns the gate, outside of it.
+    pub(crate) unsafe fn hold_as_owner(&self) -> Hold<'_> {
+        Hold { local: self, state: self.state.lock() }
+    }
+
+    /// Takes over the magazines of several threads at the price of one barrier.
+    pub(crate) fn hold_all(locals: &[Arc<Self>]) -> Vec<Hold<'_>> {
+        let holds: Vec<_> =
+            locals.iter().map(|local| Hold { local, state: local.state.lock() }).collect();
+        // SAFETY: a gate outlives its local's attachment, and `attached` is read under the lock that
+        // detaching takes.
+        let gates = holds.iter().filter(|h| h.state.attached).map(|h| unsafe { &*h.local.gate });
+        revoke_all(gates, empty());
+        holds
+    }
+
+    /// How many blocks of each class lie here, added to `sum`. Exact at quiet points.
+    pub(crate) fn count_into(&self, depot: &Depot, sum: &mut [usize]) {
+        let _state = self.state.lock();
+        // SAFETY: under the lock nobody changes which magazines are loaded; `top` is atomic.
+        let m = unsafe { &*self.magazines.get() };
+        for (mag, sum) in m.mags.iter().zip(sum) {
+            *sum += mag.len() + mag.previous_len(depot).unwrap_or(0);
+        }
+    }
+}
+
+/// The right to a thread's magazines, held by the owner in its slow path or by a thief.
+pub(crate) struct Hold<'a> {
+    local: &'a Local,
+    state: MutexGuard<'a, LocalState>,
+}
+
+impl Hold<'_> {
+    fn mag(&self, class: usize) -> &Mag {
+        // SAFETY: a `Hold` exists only under the state's lock, made by the owner outside of its gate or
+        // by a thief after the gate was revoked and idle: nobody else is at the magazines.
+        unsafe { (*self.local.magazines.get()).mag(class) }
+    }
+
+    /// Whether the thread still uses these magazines. False once the pool was closed or the thread is
+    /// gone.
+    pub(crate) fn attached(&self) -> bool {
+        self.state.attached
+    }
+
+    /// Opens the gate again. Only by the owner.
+    pub(crate) fn publish(&self) {
+        // SAFETY: attached, so the gate is valid; the owner calls this on its own thread.
+        unsafe { (*self.local.gate).publish(self.local.magazines.get()) };
+    }
+
+    /// Ends the thread's use. The caller has emptied the magazines, and the gate is revoked or the
+    /// caller is the owner.
+    pub(crate) fn detach(&mut self) {
+        if self.state.attached {
+            // SAFETY: still attached, so the gate is valid.
+            unsafe { (*self.local.gate).revoke(empty()) };
+            self.state.attached = false;
+        }
+    }
+
+    pub(crate) fn pop(&self, class: usize) -> Option<Entry> {
+        self.mag(class).pop()
+    }
+
+    pub(crate) fn push(&self, class: usize, entry: Entry) -> bool {
+        self.mag(class).push(entry)
+    }
+
+    /// Brings blocks of a class into the loaded magazine from the previous one or the depot; false if
+    /// neither has any.
+    pub(crate) fn reload(&mut self, depot: &Depot, class: usize) -> bool {
+        let mag = self.mag(class);
+        if mag.previous_len(depot).is_some_and(|n| n > 0) {
+            mag.swap(depot);
+            return true;
+        }
+        let Some(full) = depot.get_full(class) else { return false };
+        self.reserve(depot, class);
+        let mag = self.mag(class);
+        if let Some(empty) = mag.previous.take() {
+            depot.put_empty(class, empty);
+        }
+        mag.previous.set(mag.unload(depot));
+        mag.load(depot, full);
+        true
+    }
+
+    /// Makes room in the loaded magazine. `Some` is a full magazine that the depot did not want: the
+    /// caller empties it into the slabs and puts it by as empty.
+    pub(crate) fn make_room(&mut self, depot: &Depot, class: usize) -> Option<Magazine> {
+        self.reserve(depot, class);
+        let mag = self.mag(class);
+        let mut surplus = None;
+        match mag.previous_len(depot) {
+            Some(n) if n < depot.limits.magazine(class) => {
+                mag.swap(depot);
+                return None;
+            }
+            Some(_) => surplus = mag.previous.take().and_then(|m| depot.put_full(class, m).err()),
+            None => {}
+        }
+        mag.previous.set(mag.unload(depot));
+        mag.load(depot, depot.get_empty(class));
+        surplus
+    }
+
+    /// Fills the loaded magazine through `fill`, which is told how many blocks there is room for. Only
+    /// while it is empty.
+    pub(crate) fn fill(
+        &mut self,
+        depot: &Depot,
+        class: usize,
+        fill: impl FnOnce(usize, &mut dyn FnMut(Entry)),
+    ) {
+        self.reserve(depot, class);
+        let mag = self.mag(class);
+        if mag.end.get().is_null() {
+            mag.load(depot, depot.get_empty(class));
+        }
+        fill(mag.room(), &mut |entry| {
+            let fitted = mag.push(entry);
+            debug_assert!(fitted, "more blocks than asked for");
+        });
+    }
+
+    /// Keeps the thread within its share: if `class` gets its first magazines and the sum would exceed
+    /// the share, all other classes' magazines go to the depot first.
+    fn reserve(&mut self, depot: &Depot, class: usize) {
+        if !self.mag(class).end.get().is_null() {
+            return;
+        }
+        let of = |class| 2 * depot.limits.magazine(class) * size_class::size_of(class);
+        if self.state.reserved + of(class) > depot.limits.thread() && self.state.reserved > 0 {
+            for other in 0..CLASSES {
+                // What the depot does not want stays in the thread: nothing is lost, and the next
+                // recall finds it.
+                for m in self.unload(depot, other) {
+                    let Err(m) = self.put_by(depot, other, m) else { continue };
+                    let mag = self.mag(other);
+                    if mag.end.get().is_null() {
+                        mag.load(depot, m);
+                    } else {
+                        mag.previous.set(Some(m));
+                    }
+                }
+            }
+            self.state.reserved = 0;
+        }
+        self.state.reserved += of(class);
+    }
+
+    fn unload(&self, depot: &Depot, class: usize) -> impl Iterator<Item = Magazine> + use<> {
+        let mag = self.mag(class);
+        [mag.previous.take(), mag.unload(depot)].into_iter().flatten()
+    }
+
+    fn put_by(&self, depot: &Depot, class: usize, m: Magazine) -> Result<(), Magazine> {
+        if depot.count(&m) == 0 {
+            depot.put_empty(class, m);
+            return Ok(());
+        }
+        depot.put_full(class, m)
+    }
+
+    /// Takes all magazines out; those with blocks, and their class, go to `sink`.
+    pub(crate) fn drain(&mut self, depot: &Depot, mut sink: impl FnMut(usize, Magazine)) {
+        for class in 0..CLASSES {
+            for m in self.unload(depot, class) {
+                if depot.count(&m) == 0 {
+                    depot.put_empty(class, m);
+                } else {
+                    sink(class, m);
+                }
+            }
+        }
+        self.state.reserved = 0;
+    }
+}

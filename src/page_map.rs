@@ -1,0 +1,161 @@
+//! From an address to its arena's keys, and from a page to its slab: one subtraction, one compare, one
+//! shift, one load. Readers take no lock and may pass any pointer.
+
+use std::io;
+
+use crate::{
+    access::PackedKeys,
+    size_class::PAGE_SHIFT,
+    sync::atomic::{
+        AtomicU32, AtomicU64,
+        Ordering::{Acquire, Relaxed, Release},
+    },
+    sys::mmap::ZeroedTable,
+};
+
+/// What a page belongs to, packed into one word: 0 for nothing, a slab's number, or, on the first and
+/// the last page of a free run only, the run's length with the top bit set. Other pages of a free run
+/// keep what they last held; a reader checks a slab number against the slab's own bounds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PageEntry(u32);
+
+const FREE: u32 = 1 << 31;
+
+impl PageEntry {
+    pub(crate) const fn slab(id: u32) -> Self {
+        Self(id)
+    }
+
+    pub(crate) const fn free_run(pages: u32) -> Self {
+        Self(pages | FREE)
+    }
+
+    pub(crate) const fn as_slab(self) -> Option<u32> {
+        if self.0 == 0 || self.0 & FREE != 0 { None } else { Some(self.0) }
+    }
+
+    pub(crate) const fn as_free_run(self) -> Option<u32> {
+        if self.0 & FREE != 0 { Some(self.0 & !FREE) } else { None }
+    }
+}
+
+struct ArenaEntry {
+    keys: AtomicU64,
+    /// Registered bytes; 0 while the arena is not published. Stored after `keys`, read before.
+    len: AtomicU64,
+}
+
+/// The two maps of one pool.
+pub(crate) struct PageMap {
+    base: usize,
+    len: usize,
+    stride_shift: u32,
+    arenas: Box<[ArenaEntry]>,
+    pages: ZeroedTable<AtomicU32>,
+}
+
+impl PageMap {
+    /// Makes empty maps for `len` bytes of reserved address range at `base`, arenas `1 << stride_shift`
+    /// apart.
+    pub(crate) fn new(base: usize, len: usize, stride_shift: u32) -> io::Result<Self> {
+        let entry = || ArenaEntry { keys: AtomicU64::new(0), len: AtomicU64::new(0) };
+        Ok(Self {
+            base,
+            len,
+            stride_shift,
+            arenas: (0..len >> stride_shift).map(|_| entry()).collect(),
+            pages: ZeroedTable::new(len >> PAGE_SHIFT)?,
+        })
+    }
+
+    pub(crate) fn base(&self) -> usize {
+        self.base
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Pages from one arena's start to the next.
+    pub(crate) fn stride_pages(&self) -> u32 {
+        1 << (self.stride_shift - PAGE_SHIFT)
+    }
+
+    /// Makes an arena visible to look-ups.
+    pub(crate) fn publish(&self, offset: usize, len: usize, keys: PackedKeys) {
+        let entry = &self.arenas[offset >> self.stride_shift];
+        entry.keys.store(keys.word(), Relaxed);
+        // Pairs with the load in `keys_of`: whoever sees the length sees the keys.
+        entry.len.store(len as u64, Release);
+    }
+
+    /// The keys of the region that holds `addr`, if one does.
+    #[inline]
+    pub(crate) fn keys_of(&self, addr: usize) -> Option<PackedKeys> {
+        let offset = addr.wrapping_sub(self.base);
+        if offset >= self.len {
+            return None;
+        }
+        let entry = self.arenas.get(offset >> self.stride_shift)?;
+        let inside = offset & ((1 << self.stride_shift) - 1);
+        // Pairs with the store in `publish`.
+        if inside as u64 >= entry.len.load(Acquire) {
+            return None;
+        }
+        Some(PackedKeys::from_word(entry.keys.load(Relaxed)))
+    }
+
+    /// Which page of the pool an address lies in, if it lies in the pool's range.
+    #[inline]
+    pub(crate) fn page_of(&self, addr: usize) -> Option<u32> {
+        let offset = addr.wrapping_sub(self.base);
+        (offset < self.len).then_some((offset >> PAGE_SHIFT) as u32)
+    }
+
+    #[inline]
+    pub(crate) fn addr_of(&self, page: u32) -> usize {
+        self.base + ((page as usize) << PAGE_SHIFT)
+    }
+
+    /// What a page belongs to. Lock-free readers may see an entry that is just being replaced.
+    #[inline]
+    pub(crate) fn get(&self, page: u32) -> PageEntry {
+        PageEntry(self.pages[page as usize].load(Relaxed))
+    }
+
+    /// Writes an entry; only under the slabs' lock.
+    #[inline]
+    pub(crate) fn set(&self, page: u32, entry: PageEntry) {
+        self.pages[page as usize].store(entry.0, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::{LKey, RKey};
+
+    #[test]
+    fn look_ups_know_exactly_the_published_bytes() {
+        let base = 1 << 40;
+        let m = PageMap::new(base, 4 << 20, 21).expect("map");
+        let keys = PackedKeys::new(LKey::new(1), RKey::new(2));
+        assert_eq!(m.keys_of(base), None, "before it is published");
+        m.publish(2 << 20, 1 << 20, keys);
+        let (first, end) = (base + (2 << 20), base + (3 << 20));
+        assert_eq!(m.keys_of(first), Some(keys));
+        assert_eq!(m.keys_of(end - 1), Some(keys));
+        for foreign in [0, 1, base - 1, base, first - 1, end, base + (4 << 20), usize::MAX] {
+            assert_eq!(m.keys_of(foreign), None, "{foreign:#x}");
+        }
+    }
+
+    #[test]
+    fn entries_tell_slabs_from_runs() {
+        assert_eq!(PageEntry::slab(7).as_slab(), Some(7));
+        assert_eq!(PageEntry::slab(7).as_free_run(), None);
+        assert_eq!(PageEntry::free_run(7).as_free_run(), Some(7));
+        assert_eq!(PageEntry::free_run(7).as_slab(), None);
+        assert_eq!(PageEntry(0).as_slab(), None);
+    }
+}

@@ -1,0 +1,621 @@
+//! Slabs and spans: the arenas' pages cut into blocks, with every table beside the arenas (P2).
+//!
+//! Manages which pages belong to what and which blocks are free. Its one lock is taken only to move
+//! blocks by the batch: by magazines that the depot cannot serve, and by buffers above the classes.
+//! Threads, magazines and teardown are the upper layers' business.
+//!
+//! A *slab* is a run of pages cut into blocks of one class; how many pages is fixed for the class. A
+//! *span* is a run with a single block. Free runs merge with their neighbours inside one arena at once,
+//! and the best-fitting lowest one is taken, so that a change of sizes strands nothing.
+
+use std::{collections::BTreeSet, io, ptr::NonNull};
+
+use parking_lot::Mutex;
+
+use crate::{
+    access::PackedKeys,
+    error::FreeError,
+    page_map::{PageEntry, PageMap},
+    size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
+    sync::atomic::{
+        AtomicU32, AtomicU64,
+        Ordering::{AcqRel, Relaxed},
+    },
+    sys::mmap::{Zeroable, ZeroedTable},
+};
+
+/// A block as caches hold it and as handles carry it on: where it is and its region's keys, each one
+/// word.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(C)]
+pub(crate) struct Entry {
+    pub(crate) ptr: NonNull<u8>,
+    pub(crate) keys: PackedKeys,
+}
+
+const WORDS: usize = size_class::MAX_SLAB_BLOCKS / 64;
+
+/// The side table of one slab. Written under the lock, but for `out`; everything is atomic because raw
+/// frees read it without the lock, with pointers that may be wrong.
+#[repr(C, align(64))]
+struct Slab {
+    first: AtomicU32,
+    pages: AtomicU32,
+    class: AtomicU32,
+    stride: AtomicU32,
+    blocks: AtomicU32,
+    free: AtomicU32,
+    /// One bit a block: in the slab.
+    free_map: [AtomicU64; WORDS],
+    /// One bit a block: out as a raw pointer or a token. Set and cleared by atomic swaps, so that of
+    /// two frees of one pointer exactly one finds it set.
+    out: [AtomicU64; WORDS],
+}
+
+// SAFETY: a struct of atomics only, and zero is a valid value of each.
+unsafe impl Zeroable for Slab {}
+
+/// The counts of one class, in blocks and bytes.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) struct ClassCounts {
+    /// Blocks out of their slabs: in caches or in buffers.
+    pub(crate) taken: usize,
+    /// Blocks in slabs.
+    pub(crate) free: usize,
+    /// Bytes of the class's slabs.
+    pub(crate) bytes: usize,
+}
+
+/// The counts of the whole pool at one moment.
+#[derive(Clone, Debug)]
+pub(crate) struct Counts {
+    /// By class; the last is spans above the classes, where `taken` counts spans.
+    pub(crate) classes: Vec<ClassCounts>,
+    /// Bytes of free runs.
+    pub(crate) free_runs: usize,
+    pub(crate) largest_run: usize,
+    /// Bytes of side tables in use.
+    pub(crate) table_bytes: usize,
+}
+
+struct State {
+    /// Free runs as (pages, first page): the first at or after (n, 0) is the best fit, lowest address.
+    runs: BTreeSet<(u32, u32)>,
+    /// By class: first pages of slabs with some blocks in and some out, lowest address first.
+    partial: Vec<BTreeSet<u32>>,
+    classes: [ClassCounts; CLASSES + 1],
+    /// Slab numbers to use again.
+    spare: Vec<u32>,
+    /// The lowest slab number never used. 0 is no slab.
+    next: u32,
+    /// Blocks and spans out of their slabs, over all classes.
+    taken: usize,
+    /// The pool is closed and its caches are empty: `taken` now counts buffers alone.
+    draining: bool,
+}
+
+/// All slabs of one pool.
+pub(crate) struct Slabs {
+    map: PageMap,
+    table: ZeroedTable<Slab>,
+    shapes: [SlabShape; CLASSES],
+    state: Mutex<State>,
+    capacity: usize,
+    max_len: usize,
+}
+
+/// Whether a block that came back was the last of a draining pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub(crate) enum Given {
+    More,
+    Last,
+}
+
+impl Slabs {
+    /// Takes over the published arenas in `map`; `ranges` gives their offsets and lengths, `pad` the
+    /// bytes between blocks of page-multiple slab classes.
+    pub(crate) fn new(
+        map: PageMap,
+        ranges: impl Iterator<Item = (usize, usize)>,
+        pad: usize,
+    ) -> io::Result<Self> {
+        let pages = map.len() >> PAGE_SHIFT;
+        let shapes = std::array::from_fn(|class| {
+            let size = size_class::size_of(class);
+            let padded = size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK;
+            size_class::slab_shape(size + if padded { pad } else { 0 })
+        });
+        // One number for each slab there can be; no slab or span is shorter than a page.
+        let table = ZeroedTable::new(pages + 1)?;
+        let mut state = State {
+            runs: BTreeSet::new(),
+            partial: vec![BTreeSet::new(); CLASSES],
+            classes: [ClassCounts::default(); CLASSES + 1],
+            spare: Vec::new(),
+            next: 1,
+            taken: 0,
+            draining: false,
+        };
+        let (mut capacity, mut max_len) = (0, 0);
+        for (offset, len) in ranges {
+            capacity += len;
+            max_len = max_len.max(len);
+            let run = ((len >> PAGE_SHIFT) as u32, (offset >> PAGE_SHIFT) as u32);
+            Self::mark_free(&map, run);
+            state.runs.insert(run);
+        }
+        Ok(Self { map, table, shapes, state: Mutex::new(state), capacity, max_len })
+    }
+
+    pub(crate) fn map(&self) -> &PageMap {
+        &self.map
+    }
+
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Bytes of the longest buffer: an arena.
+    pub(crate) fn max_len(&self) -> usize {
+        self.max_len
+    }
+
+    pub(crate) fn stride(&self, class: usize) -> usize {
+        self.shapes[class].stride as usize
+    }
+
+    /// Whether blocks of the class can exist here at all.
+    pub(crate) fn serves(&self, class: usize) -> bool {
+        class < CLASSES && (self.shapes[class].pages as usize) << PAGE_SHIFT <= self.max_len
+    }
+
+    /// Takes up to `want` blocks of a class, lowest addresses first, and hands each to `sink`. Returns
+    /// how many there were.
+    pub(crate) fn take(&self, class: usize, want: usize, mut sink: impl FnMut(Entry)) -> usize {
+        let mut state = self.state.lock();
+        let mut got = 0;
+        while got < want {
+            let first = match state.partial[class].first() {
+                Some(&first) => first,
+                None => match self.new_slab(&mut state, class) {
+                    Some(first) => first,
+                    None => break,
+                },
+            };
+            got += self.take_from(&mut state, first, class, want - got, &mut sink);
+        }
+        state.classes[class].taken += got;
+        state.taken += got;
+        got
+    }
+
+    /// Takes one run of `len` bytes, rounded up to pages, starting at a multiple of `align`.
+    pub(crate) fn take_span(&self, len: usize, align: usize) -> Option<Entry> {
+        let pages = u32::try_from(len.checked_add(PAGE - 1)? >> PAGE_SHIFT).ok()?.max(1);
+        let align_pages = u32::try_from(align.div_ceil(PAGE)).ok()?.max(1);
+        let mut state = self.state.lock();
+        let first = self.take_run(&mut state, pages, align_pages)?;
+        self.new_table(
+            &mut state,
+            first,
+            pages,
+            SPAN_CLASS,
+            SlabShape { pages, blocks: 1, stride: 0 },
+        );
+        self.slab_at(first)?.1.free_map[0].store(0, Relaxed);
+        state.classes[SPAN_CLASS].taken += 1;
+        state.classes[SPAN_CLASS].bytes += (pages as usize) << PAGE_SHIFT;
+        state.taken += 1;
+        drop(state);
+        Some(self.entry(self.map.addr_of(first)))
+    }
+
+    /// Puts blocks back. Each must have been taken and not put back since.
+    pub(crate) fn give(&self, blocks: impl Iterator<Item = NonNull<u8>>) -> Given {
+        let mut state = self.state.lock();
+        for ptr in blocks {
+            self.give_one(&mut state, ptr);
+        }
+        if state.draining && state.taken == 0 { Given::Last } else { Given::More }
+    }
+
+    /// Says that all caches are empty and stay so: from now on the return of the last block is told to
+    /// whoever returns it. If none is out, that is now.
+    pub(crate) fn start_draining(&self) -> Given {
+        let mut state = self.state.lock();
+        state.draining = true;
+        if state.taken == 0 { Given::Last } else { Given::More }
+    }
+
+    /// Bytes of the block that holds `ptr`, which must be out.
+    pub(crate) fn block_len(&self, ptr: NonNull<u8>, class: usize) -> usize {
+        if class < CLASSES {
+            return size_class::size_of(class);
+        }
+        let slab = self.map.page_of(ptr.as_ptr() as usize).and_then(|p| self.slab_at(p));
+        slab.map_or(0, |(_, slab)| (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT)
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        let state = self.state.lock();
+        Counts {
+            classes: state.classes.to_vec(),
+            free_runs: state.runs.iter().map(|&(pages, _)| (pages as usize) << PAGE_SHIFT).sum(),
+            largest_run: state.runs.last().map_or(0, |&(pages, _)| (pages as usize) << PAGE_SHIFT),
+            table_bytes: state.next as usize * size_of::<Slab>()
+                + (self.capacity >> PAGE_SHIFT) * size_of::<u32>(),
+        }
+    }
+
+    /// Marks a block, which the caller owns, as out as a raw pointer.
+    pub(crate) fn set_out(&self, ptr: NonNull<u8>) {
+        if let Ok((slab, block, _)) = self.locate(ptr.as_ptr() as usize) {
+            slab.out[block / 64].fetch_or(1 << (block % 64), AcqRel);
+        }
+    }
+
+    /// Takes back a pointer that is out as a raw one: its block and class. Exactly one of several
+    /// callers with the same pointer succeeds. Any number may be passed.
+    pub(crate) fn clear_out(&self, addr: usize) -> Result<(Entry, usize), FreeError> {
+        let (slab, block, class) = self.locate(addr)?;
+        let bit = 1 << (block % 64);
+        // Pairs with `set_out`: what the setter did with the block happened before.
+        if slab.out[block / 64].fetch_and(!bit, AcqRel) & bit == 0 {
+            return Err(FreeError::NotOut { addr });
+        }
+        Ok((self.entry(addr), class))
+    }
+
+    /// The slab, block number and class at an address, if a block starts there.
+    fn locate(&self, addr: usize) -> Result<(&Slab, usize, usize), FreeError> {
+        if addr == 0 {
+            return Err(FreeError::Null);
+        }
+        let page = self.map.page_of(addr).ok_or(FreeError::Foreign {
+            addr,
+            start: self.map.base(),
+            end: self.map.base() + self.map.len(),
+        })?;
+        let (_, slab) = self.slab_at(page).ok_or(FreeError::NotOut { addr })?;
+        let offset = addr.wrapping_sub(self.map.addr_of(slab.first.load(Relaxed)));
+        let class = slab.class.load(Relaxed) as usize;
+        let bytes = (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT;
+        let stride = if class < CLASSES { self.shapes[class].stride as usize } else { bytes };
+        if stride == 0 || offset >= bytes {
+            return Err(FreeError::NotOut { addr });
+        }
+        let block = offset / stride;
+        match offset % stride {
+            _ if block >= slab.blocks.load(Relaxed) as usize => Err(FreeError::NotOut { addr }),
+            0 => Ok((slab, block.min(size_class::MAX_SLAB_BLOCKS - 1), class)),
+            offset => Err(FreeError::Interior { addr, offset, block: stride }),
+        }
+    }
+
+    #[inline]
+    fn entry(&self, addr: usize) -> Entry {
+        let keys = self.map.keys_of(addr).unwrap_or(PackedKeys::from_word(0));
+        // SAFETY: callers pass the address of a block, which lies in a mapping and so is not null.
+        Entry { ptr: unsafe { NonNull::new_unchecked(addr as *mut u8) }, keys }
+    }
+
+    /// The slab that a page belongs to, checked against the slab's own bounds (a stale entry may name a
+    /// number that has since been used again).
+    fn slab_at(&self, page: u32) -> Option<(u32, &Slab)> {
+        let id = self.map.get(page).as_slab()?;
+        let slab = self.table.get(id as usize)?;
+        let inside = page.wrapping_sub(slab.first.load(Relaxed)) < slab.pages.load(Relaxed);
+        inside.then_some((id, slab))
+    }
+
+    fn take_from(
+        &self,
+        state: &mut State,
+        first: u32,
+        class: usize,
+        want: usize,
+        sink: &mut impl FnMut(Entry),
+    ) -> usize {
+        let Some((_, slab)) = self.slab_at(first) else { return 0 };
+        let start = self.map.addr_of(first);
+        let stride = self.shapes[class].stride as usize;
+        // One look-up for the whole slab: it lies in one arena.
+        let keys = self.entry(start).keys;
+        let mut got = 0;
+        for (i, word) in slab.free_map.iter().enumerate() {
+            let mut bits = word.load(Relaxed);
+            while bits != 0 && got < want {
+                let block = i * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                sink(Entry { keys, ..self.entry_unkeyed(start + block * stride) });
+                got += 1;
+            }
+            word.store(bits, Relaxed);
+        }
+        let free = slab.free.load(Relaxed) - got as u32;
+        slab.free.store(free, Relaxed);
+        state.classes[class].free -= got;
+        if free == 0 {
+            state.partial[class].remove(&first);
+        }
+        got
+    }
+
+    #[inline]
+    fn entry_unkeyed(&self, addr: usize) -> Entry {
+        // SAFETY: the address of a block inside an arena, so not null.
+        Entry {
+            ptr: unsafe { NonNull::new_unchecked(addr as *mut u8) },
+            keys: PackedKeys::from_word(0),
+        }
+    }
+
+    fn give_one(&self, state: &mut State, ptr: NonNull<u8>) {
+        let addr = ptr.as_ptr() as usize;
+        let found = self.map.page_of(addr).and_then(|page| self.slab_at(page));
+        let Some((id, slab)) = found else {
+            debug_assert!(false, "{addr:#x} was never taken");
+            return;
+        };
+        let (first, class) = (slab.first.load(Relaxed), slab.class.load(Relaxed) as usize);
+        state.taken -= 1;
+        state.classes[class].taken -= 1;
+        if class == SPAN_CLASS {
+            state.classes[class].bytes -= (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT;
+            self.drop_slab(state, id, slab);
+            return;
+        }
+        let block = (addr - self.map.addr_of(first)) / self.shapes[class].stride as usize;
+        let word = &slab.free_map[block / 64];
+        debug_assert_eq!(word.load(Relaxed) >> (block % 64) & 1, 0, "{addr:#x} was free already");
+        word.store(word.load(Relaxed) | 1 << (block % 64), Relaxed);
+        let free = slab.free.load(Relaxed) + 1;
+        slab.free.store(free, Relaxed);
+        state.classes[class].free += 1;
+        let blocks = slab.blocks.load(Relaxed);
+        if free == blocks {
+            state.partial[class].remove(&first);
+            state.classes[class].free -= blocks as usize;
+            state.classes[class].bytes -= (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT;
+            self.drop_slab(state, id, slab);
+        } else if free == 1 {
+            state.partial[class].insert(first);
+        }
+    }
+
+    /// Cuts a fresh slab; returns its first page.
+    fn new_slab(&self, state: &mut State, class: usize) -> Option<u32> {
+        let shape = self.shapes[class];
+        let first = self.take_run(state, shape.pages, 1)?;
+        self.new_table(state, first, shape.pages, class, shape);
+        state.classes[class].free += shape.blocks as usize;
+        state.classes[class].bytes += (shape.pages as usize) << PAGE_SHIFT;
+        state.partial[class].insert(first);
+        Some(first)
+    }
+
+    fn new_table(&self, state: &mut State, first: u32, pages: u32, class: usize, shape: SlabShape) {
+        let id = state.spare.pop().unwrap_or_else(|| {
+            state.next += 1;
+            state.next - 1
+        });
+        let slab = &self.table[id as usize];
+        slab.first.store(first, Relaxed);
+        slab.pages.store(pages, Relaxed);
+        slab.class.store(class as u32, Relaxed);
+        slab.stride.store(shape.stride, Relaxed);
+        slab.blocks.store(shape.blocks, Relaxed);
+        slab.free.store(shape.blocks, Relaxed);
+        for (i, word) in slab.free_map.iter().enumerate() {
+            let left = (shape.blocks as usize).saturating_sub(i * 64);
+            word.store(if left >= 64 { u64::MAX } else { (1 << left) - 1 }, Relaxed);
+        }
+        for page in first..first + pages {
+            self.map.set(page, PageEntry::slab(id));
+        }
+    }
+
+    /// Gives an empty slab's pages back to the free runs and its number to the spare ones.
+    fn drop_slab(&self, state: &mut State, id: u32, slab: &Slab) {
+        let (first, pages) = (slab.first.load(Relaxed), slab.pages.load(Relaxed));
+        // No page lies in an empty slab: stale entries that name it are refused from here on.
+        slab.pages.store(0, Relaxed);
+        state.spare.push(id);
+        self.give_run(state, first, pages);
+    }
+
+    fn mark_free(map: &PageMap, (pages, first): (u32, u32)) {
+        map.set(first, PageEntry::free_run(pages));
+        map.set(first + pages - 1, PageEntry::free_run(pages));
+    }
+
+    /// Takes the best-fitting run whose start can be aligned, and gives back what is cut off.
+    fn take_run(&self, state: &mut State, pages: u32, align_pages: u32) -> Option<u32> {
+        // Alignment is one of addresses, and the pool's base is aligned to at least an arena.
+        let aligned = |first: u32| first.checked_next_multiple_of(align_pages);
+        let fits = |&&(len, first): &&(u32, u32)| {
+            aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
+        };
+        let &(len, first) = state.runs.range((pages, 0)..).find(fits)?;
+        let start = aligned(first)?;
+        state.runs.remove(&(len, first));
+        let (before, after) = (start - first, first + len - start - pages);
+        for run in [(before, first), (after, start + pages)] {
+            if run.0 > 0 {
+                Self::mark_free(&self.map, run);
+                state.runs.insert(run);
+            }
+        }
+        Some(start)
+    }
+
+    /// Puts a run back, merged with free neighbours in the same arena.
+    fn give_run(&self, state: &mut State, mut first: u32, mut pages: u32) {
+        let stride = self.map.stride_pages();
+        let end = first + pages;
+        if !first.is_multiple_of(stride) {
+            if let Some(n) = self.map.get(first - 1).as_free_run() {
+                state.runs.remove(&(n, first - n));
+                first -= n;
+                pages += n;
+            }
+        }
+        let last = (self.map.len() >> PAGE_SHIFT) as u32;
+        if !end.is_multiple_of(stride) && end < last {
+            if let Some(n) = self.map.get(end).as_free_run() {
+                state.runs.remove(&(n, end));
+                pages += n;
+            }
+        }
+        Self::mark_free(&self.map, (pages, first));
+        state.runs.insert((pages, first));
+    }
+
+    /// Walks every table and panics on the first contradiction. For tests.
+    #[cfg(any(test, feature = "fault"))]
+    pub(crate) fn check(&self) {
+        let state = self.state.lock();
+        let mut free_pages = 0;
+        for &(pages, first) in &state.runs {
+            assert_eq!(self.map.get(first), PageEntry::free_run(pages));
+            assert_eq!(self.map.get(first + pages - 1), PageEntry::free_run(pages));
+            free_pages += pages as usize;
+        }
+        let mut starts: Vec<_> =
+            state.runs.iter().map(|&(pages, first)| (first, pages, true)).collect();
+        let mut counts = [ClassCounts::default(); CLASSES + 1];
+        let mut used_pages = 0;
+        for slab in self.table[..state.next as usize].iter() {
+            let (first, pages) = (slab.first.load(Relaxed), slab.pages.load(Relaxed));
+            if pages == 0 {
+                continue;
+            }
+            starts.push((first, pages, false));
+            used_pages += pages as usize;
+            let class = slab.class.load(Relaxed) as usize;
+            let bits: u32 = slab.free_map.iter().map(|w| w.load(Relaxed).count_ones()).sum();
+            let (free, blocks) = (slab.free.load(Relaxed), slab.blocks.load(Relaxed));
+            if class < CLASSES {
+                assert_eq!(bits, free);
+                let partial = state.partial[class].contains(&first);
+                assert_eq!(partial, free > 0, "listed exactly when it has a free block");
+                counts[class].free += free as usize;
+                counts[class].taken += (blocks - free) as usize;
+            } else {
+                counts[class].taken += 1;
+            }
+            counts[class].bytes += (pages as usize) << PAGE_SHIFT;
+        }
+        assert_eq!(counts, state.classes);
+        assert_eq!((free_pages + used_pages) << PAGE_SHIFT, self.capacity);
+        assert_eq!(counts.iter().map(|c| c.taken).sum::<usize>(), state.taken);
+        starts.sort_unstable();
+        let stride = self.map.stride_pages();
+        for pair in starts.windows(2) {
+            let ((first, pages, free), (next, _, next_free)) = (pair[0], pair[1]);
+            assert!(first + pages <= next, "runs do not overlap");
+            let touch = first + pages == next && next % stride != 0;
+            assert!(!(touch && free && next_free), "free neighbours are merged");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::{LKey, RKey};
+
+    const BASE: usize = 1 << 40;
+
+    /// Two arenas, 1 MiB apart, of 1 MiB and 512 KiB.
+    fn slabs() -> Slabs {
+        let map = PageMap::new(BASE, 2 << 20, 20).expect("map");
+        let ranges = [(0, 1 << 20), (1 << 20, 512 << 10)];
+        for (i, &(offset, len)) in ranges.iter().enumerate() {
+            map.publish(offset, len, PackedKeys::new(LKey::new(i as u32 + 1), RKey::new(9)));
+        }
+        Slabs::new(map, ranges.into_iter(), 0).expect("slabs")
+    }
+
+    fn take(s: &Slabs, class: usize, want: usize) -> Vec<Entry> {
+        let mut v = Vec::new();
+        s.take(class, want, |e| v.push(e));
+        s.check();
+        v
+    }
+
+    #[test]
+    fn every_class_can_use_all_that_fits_and_gives_all_back() {
+        let s = slabs();
+        for class in (0..CLASSES).filter(|&c| s.serves(c)) {
+            let got = take(&s, class, usize::MAX);
+            let size = size_class::size_of(class);
+            assert!(!got.is_empty(), "class {class}");
+            let mut addrs: Vec<_> = got.iter().map(|e| e.ptr.as_ptr() as usize).collect();
+            addrs.sort_unstable();
+            assert!(addrs.windows(2).all(|w| w[0] + size <= w[1]), "no overlap");
+            for e in &got {
+                let (first, last) = (e.ptr.as_ptr() as usize, e.ptr.as_ptr() as usize + size - 1);
+                assert_eq!(s.map.keys_of(first), Some(e.keys));
+                assert_eq!(s.map.keys_of(last), Some(e.keys), "inside one region (P3)");
+            }
+            let _ = s.give(got.iter().map(|e| e.ptr));
+            s.check();
+            assert_eq!(s.counts().largest_run, 1 << 20, "class {class}: merged again");
+        }
+    }
+
+    #[test]
+    fn runs_do_not_merge_across_arenas() {
+        let s = slabs();
+        let whole = s.take_span(1 << 20, 1).expect("an arena");
+        let half = s.take_span(512 << 10, 1).expect("the other");
+        assert!(s.take_span(1, 1).is_none());
+        let _ = s.give([whole.ptr, half.ptr].into_iter());
+        s.check();
+        assert!(s.take_span((1 << 20) + 1, 1).is_none(), "no span straddles two regions");
+    }
+
+    #[test]
+    fn aligned_spans_are_aligned_and_leave_the_rest() {
+        let s = slabs();
+        let small = s.take_span(4096, 1).expect("a page");
+        let e = s.take_span(100_000, 256 << 10).expect("aligned");
+        s.check();
+        assert_eq!(e.ptr.as_ptr() as usize % (256 << 10), 0);
+        let _ = s.give([small.ptr, e.ptr].into_iter());
+        s.check();
+        assert_eq!(s.counts().free_runs, 3 << 19);
+    }
+
+    #[test]
+    fn raw_frees_tell_wrong_pointers() {
+        let s = slabs();
+        let e = take(&s, size_class::class_of(4096), 1)[0];
+        let addr = e.ptr.as_ptr() as usize;
+        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }));
+        s.set_out(e.ptr);
+        let offset = 64;
+        assert_eq!(
+            s.clear_out(addr + 64),
+            Err(FreeError::Interior { addr: addr + 64, offset, block: 4096 })
+        );
+        assert_eq!(s.clear_out(addr).map(|(e, _)| e), Ok(e));
+        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }), "twice");
+        assert_eq!(s.clear_out(0), Err(FreeError::Null));
+        assert!(matches!(s.clear_out(BASE - 1), Err(FreeError::Foreign { .. })));
+        assert!(matches!(s.clear_out(BASE + (2 << 20)), Err(FreeError::Foreign { .. })));
+        let _ = s.give([e.ptr].into_iter());
+        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }), "stale");
+    }
+
+    #[test]
+    fn the_last_block_of_a_draining_pool_is_told() {
+        let s = slabs();
+        let got = take(&s, 3, 2);
+        assert_eq!(s.start_draining(), Given::More);
+        assert_eq!(s.give([got[0].ptr].into_iter()), Given::More);
+        assert_eq!(s.give([got[1].ptr].into_iter()), Given::Last);
+    }
+}

@@ -1,0 +1,120 @@
+//! The books: what of a pool is where. Counted on the slow path and by reading other threads' cursors;
+//! the fast path counts nothing.
+
+use crate::size_class::{self, CLASSES};
+
+/// Where a pool's bytes are at one moment.
+///
+/// At a quiet point (no alloc or free under way) `live + cached + free + unused == capacity`, in total
+/// and for every class (P5). While other threads work, a block in passing may be counted on the wrong
+/// side.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Bytes of all arenas.
+    pub capacity: usize,
+    /// Bytes of blocks that are out in buffers.
+    pub live: usize,
+    /// Bytes of free blocks in threads' magazines and in the depot.
+    pub cached: usize,
+    /// Bytes of free blocks in slabs.
+    pub free: usize,
+    /// Bytes of free runs, and what slabs leave over at their ends.
+    pub unused: usize,
+    /// How many buffers are out.
+    pub live_buffers: usize,
+    /// The longest free run, in bytes: the longest span that can be had at once.
+    pub largest_free: usize,
+    /// How many arenas there are: memory regions on the device.
+    pub arenas: usize,
+    /// How many register calls the pool has made.
+    pub register_calls: u64,
+    /// Bytes of the allocator's own tables, all of them outside registered memory.
+    pub table_bytes: usize,
+    /// The classes that have slabs, smallest first, and last, with block size 0, spans above them.
+    pub classes: Vec<ClassStats>,
+}
+
+/// Where one class's bytes are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct ClassStats {
+    /// Bytes of one block; 0 stands for spans, whose lengths differ.
+    pub block: usize,
+    /// Bytes of the class's slabs.
+    pub capacity: usize,
+    /// Bytes of blocks out in buffers.
+    pub live: usize,
+    /// Bytes of blocks in magazines and depot.
+    pub cached: usize,
+    /// Bytes of blocks in slabs.
+    pub free: usize,
+    /// Bytes that slabs leave over at their ends.
+    pub unused: usize,
+    /// How many buffers are out.
+    pub live_buffers: usize,
+}
+
+impl Stats {
+    /// Sums up. `cached` gives, by class, the blocks in magazines and depot.
+    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize], capacity: usize) -> Self {
+        let mut s = Self {
+            capacity,
+            live: 0,
+            cached: 0,
+            free: 0,
+            unused: counts.free_runs,
+            live_buffers: 0,
+            largest_free: counts.largest_run,
+            arenas: 0,
+            register_calls: 0,
+            table_bytes: counts.table_bytes,
+            classes: Vec::new(),
+        };
+        for (class, c) in counts.classes.iter().enumerate() {
+            if c.bytes == 0 {
+                continue;
+            }
+            let entry = if class < CLASSES {
+                let block = size_class::size_of(class);
+                let in_cache = cached[class].min(c.taken);
+                let out = c.taken - in_cache;
+                let (live, cached, free) = (out * block, in_cache * block, c.free * block);
+                let unused = c.bytes - live - cached - free;
+                ClassStats {
+                    block,
+                    capacity: c.bytes,
+                    live,
+                    cached,
+                    free,
+                    unused,
+                    live_buffers: out,
+                }
+            } else {
+                ClassStats {
+                    block: 0,
+                    capacity: c.bytes,
+                    live: c.bytes,
+                    cached: 0,
+                    free: 0,
+                    unused: 0,
+                    live_buffers: c.taken,
+                }
+            };
+            s.live += entry.live;
+            s.cached += entry.cached;
+            s.free += entry.free;
+            s.unused += entry.unused;
+            s.live_buffers += entry.live_buffers;
+            s.classes.push(entry);
+        }
+        s
+    }
+
+    /// Whether the books balance, in total and for every class.
+    pub fn balanced(&self) -> bool {
+        let class = |c: &ClassStats| c.live + c.cached + c.free + c.unused == c.capacity;
+        self.live + self.cached + self.free + self.unused == self.capacity
+            && self.classes.iter().all(class)
+    }
+}

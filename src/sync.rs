@@ -1,0 +1,33 @@
+//! The one switch between the standard library's atomics and loom's, and the asymmetric barrier.
+
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic;
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic;
+
+/// The owner's half of the asymmetric barrier: keeps the compiler from moving a load above an earlier
+/// store. The processor is held to it by the other half, [`heavy_barrier`].
+#[inline(always)]
+pub(crate) fn light_barrier() {
+    #[cfg(not(loom))]
+    atomic::compiler_fence(atomic::Ordering::SeqCst);
+    // loom knows no membarrier; a fence on both sides is what the pair amounts to.
+    #[cfg(loom)]
+    atomic::fence(atomic::Ordering::SeqCst);
+}
+
+/// The thief's half: when it returns, every other thread of the process has executed a full barrier.
+/// Only after [`asymmetric_barrier_available`] said yes.
+pub(crate) fn heavy_barrier() {
+    #[cfg(not(loom))]
+    crate::sys::membarrier::all_threads();
+    #[cfg(loom)]
+    atomic::fence(atomic::Ordering::SeqCst);
+}
+
+/// Whether the kernel offers the heavy half. Registers the process for it on the first call.
+#[cfg(not(loom))]
+pub(crate) fn asymmetric_barrier_available() -> bool {
+    crate::sys::membarrier::available()
+}

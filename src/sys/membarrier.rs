@@ -1,0 +1,36 @@
+//! `membarrier(2)`: makes every running thread of this process execute a memory barrier.
+#![allow(clippy::disallowed_methods)]
+
+use std::sync::OnceLock;
+
+// From linux/membarrier.h.
+const QUERY: libc::c_long = 0;
+const PRIVATE_EXPEDITED: libc::c_long = 1 << 3;
+const REGISTER_PRIVATE_EXPEDITED: libc::c_long = 1 << 4;
+
+fn membarrier(command: libc::c_long) -> libc::c_long {
+    // SAFETY: membarrier takes integers only and touches no memory of ours.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0 as libc::c_long, 0 as libc::c_long) }
+}
+
+/// Whether [`all_threads`] works here; registers the process for it on the first call. Kernels before
+/// 4.14 and some sandboxes say no.
+pub(crate) fn available() -> bool {
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| {
+        let offered = membarrier(QUERY);
+        offered > 0
+            && offered & PRIVATE_EXPEDITED != 0
+            && membarrier(REGISTER_PRIVATE_EXPEDITED) == 0
+            && membarrier(PRIVATE_EXPEDITED) == 0
+    })
+}
+
+/// Returns once every other thread of the process has passed a full barrier.
+///
+/// After [`available`] returned true this cannot fail: registration lasts as long as the process and
+/// a forked child inherits none, which is why the pool is closed to children.
+pub(crate) fn all_threads() {
+    let r = membarrier(PRIVATE_EXPEDITED);
+    debug_assert_eq!(r, 0);
+}

@@ -1,0 +1,372 @@
+//! Mappings: reserving an address range, backing parts of it with pages, zeroed side tables, and
+//! locking. Every failure is returned; no page is left to be faulted in by a signal.
+#![allow(clippy::disallowed_methods)]
+
+use std::{
+    io,
+    os::fd::AsRawFd,
+    ptr::{self, NonNull},
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+
+/// Bytes of a base page.
+pub(crate) fn base_page() -> usize {
+    // SAFETY: sysconf reads a constant of the system.
+    let n = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(n).unwrap_or(4096)
+}
+
+/// An address range that nothing else will be mapped into. Pages are placed in it with [`back`]
+/// and taken out with [`unback`]; both keep the rest reserved. Dropping it unmaps all but the parts
+/// that were given up with [`leak`].
+///
+/// [`back`]: Reservation::back
+/// [`unback`]: Reservation::unback
+/// [`leak`]: Reservation::leak
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    base: NonNull<u8>,
+    len: usize,
+    /// Parts that dropping this value must not unmap, as (offset, length), sorted by offset: still
+    /// written by a device, or no longer ours.
+    spared: Mutex<Vec<(usize, usize)>>,
+}
+
+// SAFETY: the value is an address range that it alone owns; nothing in it is tied to a thread.
+unsafe impl Send for Reservation {}
+// SAFETY: the methods that change the mapping take `&self` but act on ranges that the caller owns
+// (their safety contract); the rest only read fields.
+unsafe impl Sync for Reservation {}
+
+impl Reservation {
+    /// Reserves `len` bytes aligned to `align` (a power of two, at least a page), with one
+    /// inaccessible page before and behind.
+    pub(crate) fn new(len: usize, align: usize) -> io::Result<Self> {
+        debug_assert!(align.is_power_of_two() && align >= base_page());
+        let page = base_page();
+        let total = len
+            .checked_add(align)
+            .and_then(|n| n.checked_add(2 * page))
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let start = map(None, total, libc::PROT_NONE, RESERVED)?.as_ptr() as usize;
+        let base = (start + page).next_multiple_of(align);
+        // One page on each side stays as a guard; the rest of the slack goes back.
+        let (low, high) = (base - page, base + len + page);
+        unmap(start, low - start);
+        unmap(high, start + total - high);
+        let base = NonNull::new(base as *mut u8).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { base, len, spared: Mutex::new(Vec::new()) })
+    }
+
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "outside reservation");
+        // SAFETY: the assertion keeps the result inside the reserved range, which is one mapping.
+        unsafe { self.base.add(offset) }
+    }
+
+    /// Maps zeroed private pages of `page` bytes at `offset` and faults every one in.
+    ///
+    /// All or nothing: on an error the range is reserved again and no page of it is held.
+    ///
+    /// # Safety
+    /// Nobody uses `offset..offset + len`; both are multiples of `page`.
+    pub(crate) unsafe fn back(
+        &self,
+        offset: usize,
+        len: usize,
+        page: usize,
+    ) -> Result<BackTimes, BackError> {
+        let start = Instant::now();
+        let addr = self.at(offset, len);
+        let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        let huge = page > base_page();
+        if huge {
+            flags |= libc::MAP_HUGETLB | ((page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT);
+            // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
+            // by then unmapped the reservation on older kernels, so ask beside it first.
+            let probe = map(None, len, READ_WRITE, flags & !libc::MAP_FIXED);
+            unmap(probe.map_err(BackError::Map)?.as_ptr() as usize, len);
+        } else {
+            flags |= libc::MAP_NORESERVE;
+        }
+        if let Err(e) = map(Some(addr), len, READ_WRITE, flags) {
+            // Somebody took the pages in between. Whether the range is still reserved is not known;
+            // take it back only if it is free.
+            let again = map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED_NOREPLACE);
+            if again.is_err() {
+                self.spare(offset, len);
+            }
+            return Err(BackError::Map(e));
+        }
+        if !huge {
+            // SAFETY: the range was mapped just now and is ours; the advice changes no contents.
+            unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+        }
+        let mapped = Instant::now();
+        match fault_in(addr, len) {
+            Ok(()) => Ok(BackTimes { map: mapped - start, fault_in: mapped.elapsed() }),
+            Err(e) => {
+                // SAFETY: nobody uses the range (contract), nor has it been given out since.
+                unsafe { self.unback(offset, len) };
+                Err(BackError::FaultIn(e))
+            }
+        }
+    }
+
+    /// Gives the pages at `offset` back to the system and reserves the range again.
+    ///
+    /// # Safety
+    /// Nobody uses `offset..offset + len` any more: neither this process nor a device.
+    pub(crate) unsafe fn unback(&self, offset: usize, len: usize) {
+        let addr = self.at(offset, len);
+        if map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED).is_err() {
+            // Only a full mapping table can bring this about. The pages must go all the same, and the
+            // hole may be filled by others, so it is no longer ours.
+            unmap(addr.as_ptr() as usize, len);
+            self.spare(offset, len);
+        }
+    }
+
+    /// Keeps `offset..offset + len` mapped for ever: a device may still write to it.
+    pub(crate) fn leak(&self, offset: usize, len: usize) {
+        self.spare(offset, len);
+    }
+
+    fn spare(&self, offset: usize, len: usize) {
+        let _ = self.at(offset, len);
+        let mut spared = self.spared.lock();
+        let i = spared.partition_point(|&(o, _)| o < offset);
+        spared.insert(i, (offset, len));
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let page = base_page();
+        let base = self.base.as_ptr() as usize;
+        let mut from = base - page;
+        for &(offset, len) in self.spared.get_mut().iter() {
+            unmap(from, base + offset - from);
+            from = base + offset + len;
+        }
+        unmap(from, base + self.len + page - from);
+    }
+}
+
+/// How long the halves of backing a range took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BackTimes {
+    pub(crate) map: Duration,
+    pub(crate) fault_in: Duration,
+}
+
+/// Which half of backing a range failed.
+#[derive(Debug)]
+pub(crate) enum BackError {
+    Map(io::Error),
+    FaultIn(io::Error),
+}
+
+const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
+const RESERVED: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+
+fn map(at: Option<NonNull<u8>>, len: usize, prot: i32, flags: i32) -> io::Result<NonNull<u8>> {
+    let hint = at.map_or(ptr::null_mut(), |p| p.as_ptr().cast());
+    // SAFETY: without an address mmap picks unused space. With one (MAP_FIXED) the range lies inside
+    // a Reservation whose caller owns it, so no mapping of anybody else is replaced.
+    let p = unsafe { libc::mmap(hint, len, prot, flags, -1, 0) };
+    if p == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    NonNull::new(p.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+fn unmap(addr: usize, len: usize) {
+    if len > 0 {
+        // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
+        let r = unsafe { libc::munmap(addr as *mut libc::c_void, len) };
+        debug_assert_eq!(r, 0, "{}", io::Error::last_os_error());
+    }
+}
+
+/// Brings every page of a fresh writable mapping into memory, or says why it cannot.
+fn fault_in(addr: NonNull<u8>, len: usize) -> io::Result<()> {
+    loop {
+        // SAFETY: the caller mapped the range just now and owns it; populating changes no contents.
+        let r = unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_POPULATE_WRITE) };
+        if r == 0 {
+            return Ok(());
+        }
+        let e = io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::EINTR | libc::EAGAIN) => {}
+            // Kernels before 5.14.
+            Some(libc::EINVAL) => return fault_in_by_read(addr, len),
+            _ => return Err(e),
+        }
+    }
+}
+
+/// The older way: have the kernel copy zeros in. Where a page cannot be had, `read` answers EFAULT; a
+/// store from here would be a SIGBUS.
+fn fault_in_by_read(addr: NonNull<u8>, len: usize) -> io::Result<()> {
+    let zero = std::fs::File::open("/dev/zero")?;
+    let mut done = 0;
+    while done < len {
+        // SAFETY: `addr + done .. addr + len` lies inside the mapping that the caller owns, fresh and
+        // so holding only zeros, which the read does not change.
+        let n = unsafe {
+            libc::read(zero.as_raw_fd(), addr.as_ptr().add(done).cast(), (len - done).min(1 << 30))
+        };
+        match n {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            n if n > 0 => done += n as usize,
+            _ => {
+                let e = io::Error::last_os_error();
+                if e.kind() != io::ErrorKind::Interrupted {
+                    return Err(e);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A table of `T`, zeroed, whose untouched pages cost nothing; private to this process's books and
+/// never registered.
+#[derive(Debug)]
+pub(crate) struct ZeroedTable<T> {
+    ptr: NonNull<T>,
+    len: usize,
+}
+
+/// Types whose all-zero bytes are a valid value.
+///
+/// # Safety
+/// Implement only for such types, without drop glue.
+pub(crate) unsafe trait Zeroable {}
+
+// SAFETY: zero is a valid integer, and atomics have their integer's representation.
+unsafe impl Zeroable for std::sync::atomic::AtomicU32 {}
+
+// SAFETY: the table owns its memory; sharing it is sharing `&T`s and moving it moves the `T`s.
+unsafe impl<T: Send> Send for ZeroedTable<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for ZeroedTable<T> {}
+
+impl<T: Zeroable> ZeroedTable<T> {
+    /// Maps a table of `len` zeroed elements.
+    pub(crate) fn new(len: usize) -> io::Result<Self> {
+        const { assert!(!std::mem::needs_drop::<T>() && align_of::<T>() <= 4096) };
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .filter(|&n| n > 0)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let ptr = map(None, bytes, READ_WRITE, RESERVED)?;
+        Ok(Self { ptr: ptr.cast(), len })
+    }
+}
+
+impl<T> std::ops::Deref for ZeroedTable<T> {
+    type Target = [T];
+
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY: `ptr` maps `len` elements, page-aligned, zero or since written through `&T`, and
+        // `T: Zeroable` says that zero is valid.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl<T> Drop for ZeroedTable<T> {
+    fn drop(&mut self) {
+        unmap(
+            self.ptr.as_ptr() as usize,
+            (self.len * size_of::<T>()).next_multiple_of(base_page()),
+        );
+    }
+}
+
+/// Locks a range in memory.
+///
+/// # Safety
+/// The range is mapped and stays so until [`unlock`].
+pub(crate) unsafe fn lock(addr: NonNull<u8>, len: usize) -> io::Result<()> {
+    // SAFETY: the range is mapped (contract); locking changes no contents.
+    if unsafe { libc::mlock(addr.as_ptr().cast(), len) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Undoes [`lock`].
+///
+/// # Safety
+/// The range is mapped.
+pub(crate) unsafe fn unlock(addr: NonNull<u8>, len: usize) -> io::Result<()> {
+    // SAFETY: the range is mapped (contract); unlocking changes no contents.
+    if unsafe { libc::munlock(addr.as_ptr().cast(), len) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reservation_is_aligned_backs_and_unbacks() {
+        let r = Reservation::new(8 << 20, 4 << 20).expect("reserve");
+        assert_eq!(r.base().as_ptr() as usize % (4 << 20), 0);
+        // SAFETY: the range is ours and unused.
+        unsafe { r.back(4 << 20, 1 << 20, base_page()) }.expect("back");
+        let p = r.at(4 << 20, 1);
+        // SAFETY: backed just now, and nobody else knows of it.
+        unsafe { p.as_ptr().write(7) };
+        // SAFETY: nobody uses it.
+        unsafe { r.unback(4 << 20, 1 << 20) };
+        // SAFETY: as above.
+        unsafe { r.back(4 << 20, 1 << 20, base_page()) }.expect("back again");
+        // SAFETY: backed just now.
+        assert_eq!(unsafe { p.as_ptr().read() }, 0, "fresh pages");
+    }
+
+    #[test]
+    fn the_older_way_of_faulting_in_leaves_zeros() {
+        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        map(Some(r.base()), 1 << 20, READ_WRITE, RESERVED | libc::MAP_FIXED).expect("map");
+        fault_in_by_read(r.base(), 1 << 20).expect("fault in");
+        let mut vec = vec![0u8; (1 << 20) / base_page()];
+        // SAFETY: the range is mapped and `vec` has a byte for each of its pages.
+        let r = unsafe { libc::mincore(r.base().as_ptr().cast(), 1 << 20, vec.as_mut_ptr()) };
+        assert_eq!(r, 0);
+        assert!(vec.iter().all(|&b| b & 1 == 1), "every page is resident");
+    }
+
+    #[test]
+    fn faulting_in_what_cannot_be_written_is_an_error_not_a_signal() {
+        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        assert!(fault_in(r.base(), 1 << 20).is_err());
+        assert!(fault_in_by_read(r.base(), 1 << 20).is_err());
+    }
+
+    #[test]
+    fn impossible_sizes_are_errors() {
+        assert!(Reservation::new(usize::MAX, 4096).is_err());
+        assert!(Reservation::new(usize::MAX - 8191, 4096).is_err());
+        assert!(ZeroedTable::<std::sync::atomic::AtomicU32>::new(usize::MAX / 2).is_err());
+    }
+}

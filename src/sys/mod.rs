@@ -1,0 +1,11 @@
+//! The operating system and libibverbs: the only files that call either. Each resource is wrapped as
+//! an owner that gives it back when dropped; no policy lives here.
+
+pub(crate) mod fork;
+pub(crate) mod limits;
+pub(crate) mod membarrier;
+pub(crate) mod mmap;
+#[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+pub(crate) mod queue_pair;
+#[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+pub(crate) mod verbs;

@@ -1,0 +1,117 @@
+//! What a thread keeps: its gates, one for each pool, and the list of what to give back when it ends.
+//!
+//! The gates are plain thread-local memory without a destructor, so they can be used at any time, during
+//! the destruction of other thread-locals too; after the thread has given everything back they are just
+//! closed. The list has a destructor, and is only met on slow paths.
+
+use std::{
+    cell::RefCell,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use crate::{
+    gate::Gate,
+    magazine::{self, Local, ThreadGate},
+    pool::Core,
+    sys::fork,
+};
+
+/// How many pools at a time can have magazines in threads. Further pools work, through the slabs' lock.
+pub(crate) const SLOTS: usize = 64;
+
+thread_local! {
+    // One more than there are slots: it is never opened, and stands for "no slot".
+    static GATES: [ThreadGate; SLOTS + 1] = const { [const { Gate::new(magazine::empty()) }; SLOTS + 1] };
+    static ATTACHED: RefCell<Attached> = const { RefCell::new(Attached(Vec::new())) };
+}
+
+struct Attached(Vec<(u64, Arc<Local>, Weak<Core>)>);
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        for (_, local, core) in self.0.drain(..) {
+            // A core that is gone was closed, and has detached this thread then.
+            if let Some(core) = core.upgrade() {
+                core.detach(&local);
+            }
+        }
+    }
+}
+
+/// A pool's place in every thread's row of gates.
+#[derive(Debug)]
+pub(crate) struct Slot(usize);
+
+static TAKEN: AtomicU64 = AtomicU64::new(0);
+const _: () = assert!(SLOTS == u64::BITS as usize);
+
+impl Slot {
+    /// Takes a free place, or the one without gates if all are taken.
+    pub(crate) fn take() -> Self {
+        let free = |taken: u64| (taken != u64::MAX).then(|| taken | 1 << taken.trailing_ones());
+        match TAKEN.fetch_update(Relaxed, Relaxed, free) {
+            Ok(before) => Self(before.trailing_ones() as usize),
+            Err(_) => Self(SLOTS),
+        }
+    }
+
+    pub(crate) fn has_gates(&self) -> bool {
+        self.0 < SLOTS
+    }
+
+    /// Where the gate lies in the row, in bytes.
+    pub(crate) fn offset(&self) -> usize {
+        self.0 * size_of::<ThreadGate>()
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if self.has_gates() {
+            TAKEN.fetch_and(!(1 << self.0), Relaxed);
+        }
+    }
+}
+
+/// This thread's gate at an offset that [`Slot::offset`] gave.
+#[inline(always)]
+pub(crate) fn gate_at(offset: usize) -> *const ThreadGate {
+    // `with` on a thread-local without destructor always works.
+    // SAFETY: `offset` is a slot's, so the result is inside the row.
+    GATES.with(|row| unsafe { row.as_ptr().byte_add(offset) })
+}
+
+/// This thread's magazines for `core`, made if need be. `None` when the thread is past giving things
+/// back, or when this is called from inside itself (through a global allocator, say).
+pub(crate) fn local_of(core: &Core) -> Option<Arc<Local>> {
+    ATTACHED
+        .try_with(|attached| {
+            if !core.has_gates() {
+                return None;
+            }
+            let mut attached = attached.try_borrow_mut().ok()?;
+            if let Some((_, local, _)) = attached.0.iter().find(|(id, _, _)| *id == core.id) {
+                return Some(local.clone());
+            }
+            fork::on_child(close_gates);
+            // SAFETY: the gate is this thread's, and lives until the thread has ended, before which
+            // `Attached` is dropped and detaches.
+            let local = unsafe { Local::new(gate_at(core.slot_offset)) };
+            let shared = core.attach(&local)?;
+            // Forget pools that are gone: their places may be others' by now.
+            attached.0.retain(|(_, _, core)| core.strong_count() > 0);
+            attached.0.push((core.id, local.clone(), shared));
+            Some(local)
+        })
+        .ok()
+        .flatten()
+}
+
+/// In a forked child, on its only thread: closes all gates, so that every use of a pool takes the slow
+/// path, which refuses it. Only stores to this thread's own memory; safe in a fork handler.
+fn close_gates() {
+    GATES.with(|row| row.iter().for_each(|gate| gate.revoke(magazine::empty())));
+}
