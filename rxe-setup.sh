@@ -77,13 +77,15 @@ TXT
 
 # ---------------------------------------------------------------- processes
 
+# What children read: no terminal, as background groups may not, and QEMU would
+# change its settings.
+if [[ -t 0 ]] || ! exec {input}<&0; then exec {input}</dev/null; fi 2>/dev/null
+
 # Children get process groups of their own so that one signal ends all of a
 # group: cargo and its compilers, or virtme-run and QEMU.
 spawn() {
-    local stdin=/proc/self/fd/0
-    [[ -t 0 || ! -e $stdin ]] && stdin=/dev/null # a background group may not read a terminal
     set -m
-    "$@" <"$stdin" &
+    "$@" <&"$input" 8>&- & # the lock is this script's, not its children's
     job_pid=$!
     set +m
 }
@@ -358,10 +360,12 @@ make_rxe() {
     as_root modprobe -a dummy rdma_rxe ib_uverbs || die "modprobe failed"
     for i in 0 1; do
         # /32: a wider mask could hide a network that the host really uses
-        as_root ip link add "pinrx$i" type dummy &&
-            as_root ip link set "pinrx$i" alias "$MARK" &&
-            as_root ip addr add "10.77.$i.1/32" dev "pinrx$i" &&
-            as_root ip link set "pinrx$i" up || die "could not make the dummy interface pinrx$i; './$SELF down' cleans up"
+        if ! as_root ip link add "pinrx$i" type dummy ||
+            ! as_root ip link set "pinrx$i" alias "$MARK" ||
+            ! as_root ip addr add "10.77.$i.1/32" dev "pinrx$i" ||
+            ! as_root ip link set "pinrx$i" up; then
+            die "could not make the dummy interface pinrx$i; './$SELF down' cleans up"
+        fi
         while [[ -e /sys/class/infiniband/rxe$next ]]; do next=$((next + 1)); done
         name=rxe$next
         as_root rdma link add "$name" type rxe netdev "pinrx$i" || die "could not make the rxe device $name; './$SELF down' cleans up"
@@ -497,7 +501,7 @@ mebibytes() {
 # ports of their own, so that neither console nor kernel lines get among them.
 # They are found by name in sysfs, as nothing makes links to them without udev.
 guest_script() { # LINES-TO-RUN [DEVICES?]
-    local name
+    local name i
     {
         cat <<'GUEST'
 port() {
@@ -511,6 +515,11 @@ exec 7>"$(port rxe.code)"
 exec >"$(port rxe.out)" 2>"$(port rxe.err)"
 finish() { echo "$1" >&7; exit; }
 trouble() { echo "rxe-setup: in the guest: $*" >&2; finish 125; }
+# virtme-ng's own mounts have no cache: in those, each page fault in a program
+# takes 0.5 ms, which is 10 s for a large test program.
+share() { # TAG FOLDER OPTIONS
+    mount -t 9p -o "trans=virtio,version=9p2000.L,access=any,msize=512000,$3" "$1" "$2" || trouble "cannot mount $2"
+}
 devices() { # few processes: starting one takes an emulated guest 0.1 s
     local i n gid
     modprobe -d "$1" -a dummy crc32_generic ib_uverbs rdma_ucm rdma_rxe || trouble "modprobe failed"
@@ -533,6 +542,10 @@ devices() { # few processes: starting one takes an emulated guest 0.1 s
 echo up >&7
 ulimit -l unlimited
 GUEST
+        echo 'share rxe_usr /usr ro,cache=loose'
+        for ((i = 0; i < ${#writable[@]}; i++)); do
+            printf 'share rxe_dir%s %q rw,cache=mmap\n' "$i" "${writable[i]}"
+        done
         printf 'export PINPOOL_GUEST=1\n'
         for name in $(compgen -e); do
             case " PATH HOME USER LANG TERM CI NO_COLOR CLICOLOR CLICOLOR_FORCE LD_LIBRARY_PATH ${RXE_SETUP_ENV-} " in
@@ -549,7 +562,7 @@ GUEST
 
 # Boots, runs $run_dir/init, gives its exit code. With SECONDS, at most so long.
 boot_guest() { # [SECONDS]
-    local memory half cpus node0 node1 dir started=$SECONDS limit=${1-} code
+    local memory half cpus node0 node1 i started=$SECONDS limit=${1-} code
     local -a run kernel_options
     memory=$(mebibytes "${RXE_SETUP_MEMORY-6G}") || exit 2
     cpus=${RXE_SETUP_CPUS-2}
@@ -570,14 +583,19 @@ boot_guest() { # [SECONDS]
         --overlay-rwdir /tmp --script-sh "exec bash $run_dir/init")
     [[ $accel == kvm ]] || run+=(--disable-kvm)
     ((verbose)) && run+=(--verbose)
-    for dir in "${writable[@]}"; do run+=(--rwdir "$dir"); done
-    run+=(--qemu-opts -device "virtio-serial-pci,id=rxe"
+    run+=(--qemu-opts -fsdev "local,id=rxe_usr,path=/usr,security_model=none,multidevs=remap,readonly=on"
+        -device "virtio-9p-pci,fsdev=rxe_usr,mount_tag=rxe_usr")
+    for ((i = 0; i < ${#writable[@]}; i++)); do
+        run+=(-fsdev "local,id=rxe_dir$i,path=${writable[i]},security_model=none,multidevs=remap"
+            -device "virtio-9p-pci,fsdev=rxe_dir$i,mount_tag=rxe_dir$i")
+    done
+    run+=(-device "virtio-serial-pci,id=rxe"
         -chardev "file,id=rxe_code,path=$run_dir/code" -device "virtserialport,bus=rxe.0,chardev=rxe_code,name=rxe.code"
         -chardev "file,id=rxe_out,path=$run_dir/out" -device "virtserialport,bus=rxe.0,chardev=rxe_out,name=rxe.out")
 
     # FIFOs, as QEMU would truncate a file, and could not open a socket.
     local -a copy=(setpriv --pdeathsig KILL cat)
-    mkfifo "$run_dir/in" "$run_dir/out" "$run_dir/err" "$run_dir/log"
+    mkfifo "$run_dir/in" "$run_dir/out" "$run_dir/err" "$run_dir/log" || die "cannot make FIFOs in $CACHE"
     "${copy[@]}" "$run_dir/out" &
     helpers=($!)
     if [[ /proc/self/fd/1 -ef /proc/self/fd/2 ]]; then
@@ -593,10 +611,8 @@ boot_guest() { # [SECONDS]
     ((verbose)) && console=/proc/self/fd/2
     "${copy[@]}" "$run_dir/log" >>"$console" &
     helpers+=($!)
-    local stdin=/proc/self/fd/0
-    [[ -t 0 || ! -e $stdin ]] && stdin=/dev/null # QEMU would change a terminal's settings
     # shellcheck disable=SC2016 # $1 is the inner shell's
-    "${copy[@]::3}" sh -c 'exec cat >"$1"' sh "$run_dir/in" <"$stdin" &
+    "${copy[@]::3}" sh -c 'exec cat >"$1"' sh "$run_dir/in" <&"$input" &
     feeder=$!
 
     start_guest() { exec "${run[@]}" <"$run_dir/in" >"$run_dir/log" 2>&1; }
@@ -720,8 +736,7 @@ run_cargo() {
 }
 
 cargo_build() { # SUBCOMMAND... -> $messages
-    collect() { exec "${cargo[@]}" "$@" --message-format=json-render-diagnostics "${options[@]}" >"$messages"; }
-    run_child collect "$@" </dev/null
+    run_child "${cargo[@]}" "$@" --message-format=json-render-diagnostics "${options[@]}" >"$messages" </dev/null
 }
 
 cargo_run() {
@@ -746,7 +761,7 @@ cargo_run() {
     fi
     ((${#found[@]} == 1)) || usage_error "cargo run: ${#found[@]} programs match, choose one with --bin or --example"
     executable=${found[0]}
-    has_option -q --quiet || printf '     Running `%s`\n' "$(quoted "${executable#"$PWD"/}" "${free[@]}" "${after[@]}")" >&2
+    has_option -q --quiet || printf "     Running \`%s\`\n" "$(quoted "${executable#"$PWD"/}" "${free[@]}" "${after[@]}")" >&2
     rm -rf -- "$run_dir"
     run_in_guest "$(quoted "$executable" "${free[@]}" "${after[@]}")"
 }
@@ -764,7 +779,7 @@ one_test() { # LABEL RERUN NAME VERSION DIR EXECUTABLE [ARG...]
     code=$?
     ((code == 0)) && return
     ((code == 101)) || printf '\nCaused by:\n  the program ended with code %s\n' "$code" >&2
-    printf 'error: test failed, to rerun pass `%s`\n' "$rerun" >&2
+    printf "error: test failed, to rerun pass \`%s\`\n" "$rerun" >&2
     return 101
 }
 is_native() { # TARGET KIND
@@ -823,7 +838,7 @@ cargo_test() {
         has_option --no-fail-fast || return 101
     fi
     if ((guest_tests)); then
-        run_in_guest "$lines"'(exit $failed)' || failed=$?
+        run_in_guest "$lines(exit \$failed)" || failed=$?
     fi
     return "$failed"
 }

@@ -213,7 +213,6 @@ impl Builder {
         }
         let page_sizes = self.pages.candidates()?;
         let page = page_sizes[0];
-        const MAX: usize = 1 << 46;
         if self.capacity > MAX {
             return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
         }
@@ -249,6 +248,9 @@ impl Builder {
     }
 }
 
+/// The most that is believed to be meant: half of what 47 bits of user addresses hold.
+const MAX: usize = 1 << 46;
+
 /// Decides the power of two that arenas are apart, and so their length.
 fn arena_stride(
     asked: Option<usize>,
@@ -273,6 +275,9 @@ fn arena_stride(
     let bad = |problem| Err(BuildError::ArenaSize { asked, problem });
     if !asked.is_power_of_two() {
         return bad("is not a power of two".to_owned());
+    }
+    if asked > MAX {
+        return bad(format!("does not fit the address space; the most is {MAX} bytes"));
     }
     if asked < page {
         return bad(format!("is smaller than one page of {page} bytes"));

@@ -308,7 +308,7 @@ pub enum AllocError {
 }
 
 /// The books at the moment when a pool had nothing left.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Exhausted {
     /// Bytes asked.

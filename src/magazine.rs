@@ -363,8 +363,7 @@ impl Hold<'_> {
         surplus
     }
 
-    /// Fills the loaded magazine through `fill`, which is told how many blocks there is room for. Only
-    /// while it is empty.
+    /// Fills the loaded magazine through `fill`, which is told how many blocks there is room for.
     pub(crate) fn fill(
         &mut self,
         depot: &Depot,

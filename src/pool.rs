@@ -31,7 +31,7 @@ use crate::{
     local::LocalPool,
     magazine::Local,
     page_map::PageMap,
-    size_class::{self, CLASSES, MAX_BLOCK, PAGE, SPAN_CLASS},
+    size_class::{self, CLASSES, MAX_BLOCK, MAX_SLAB_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given, Slabs},
     stats::Stats,
     sync::asymmetric_barrier_available,
@@ -180,7 +180,12 @@ impl Core {
             align > size_class::align_of(stride)
         };
         let class = if coloured || !self.slabs.serves(class) { SPAN_CLASS } else { class };
-        let cached = (class < CLASSES).then(|| self.alloc_cached(class)).flatten();
+        let cached = if class < CLASSES {
+            self.alloc_cached(class)
+        } else {
+            self.consolidate(len);
+            None
+        };
         cached
             .map(|e| (e, class))
             .or_else(|| self.alloc_shared(class, len, align))
@@ -195,14 +200,22 @@ impl Core {
         if !hold.attached() {
             return None;
         }
-        let entry = hold.pop(class).or_else(|| {
+        let mut entry = hold.pop(class);
+        if entry.is_none() {
             if !hold.reload(&self.depot, class) {
+                if size_class::size_of(class) > MAX_SLAB_BLOCK {
+                    // Calling back takes this thread's lock too.
+                    drop(hold);
+                    self.consolidate(size_class::size_of(class));
+                    // SAFETY: as above.
+                    hold = unsafe { local.hold_as_owner() };
+                }
                 hold.fill(&self.depot, class, |room, sink| {
                     self.slabs.take(class, self.refill(room), sink);
                 });
             }
-            hold.pop(class)
-        });
+            entry = hold.pop(class);
+        }
         if self.gated {
             hold.publish();
         }
@@ -228,21 +241,32 @@ impl Core {
             if class < CLASSES {
                 self.slabs.take(class, 1, |entry| got = Some((entry, class)));
             }
-            // Where no slab can be cut any more, single pages may be left.
+            // Where no slab can be cut any more, single pages may be left, or larger blocks.
             got = got.or_else(|| self.slabs.take_span(len, align).map(|e| (e, SPAN_CLASS)));
+            if got.is_none() && align <= MIN_BLOCK {
+                got = self.slabs.take_larger(class);
+            }
             if got.is_some() || !self.call_back() {
                 return got;
             }
+            self.scarce.store(SCARCE_REFILLS, Relaxed);
         }
         None
     }
 
+    /// Before a run of `bytes` is cut: calls caches back if it is time to.
+    fn consolidate(&self, bytes: usize) {
+        if self.slabs.consolidation_due(bytes) {
+            self.call_back();
+        }
+    }
+
     /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
     fn call_back(&self) -> bool {
+        self.slabs.consolidated();
         if self.cached().iter().all(|&n| n == 0) {
             return false;
         }
-        self.scarce.store(SCARCE_REFILLS, Relaxed);
         let registry = self.registry.lock();
         self.drain_caches(&registry.locals, false);
         true
@@ -536,7 +560,7 @@ impl Pool {
     /// # Errors
     /// As [`alloc`](Pool::alloc), and [`AllocError::Alignment`] if it is larger than an arena.
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf, AllocError> {
-        if layout.align() <= size_class::MIN_BLOCK {
+        if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
         }
         self.alloc_slow(layout.size(), layout.align())

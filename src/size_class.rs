@@ -91,20 +91,26 @@ pub(crate) struct SlabShape {
     pub(crate) stride: u32,
 }
 
-/// The slab shape for blocks of `stride` bytes: as near to 64 KiB as the bitmaps allow, at least
-/// eight blocks, and then grown until at most 1/32 of the slab is left over at its end.
+/// Bytes of a slab that is neither bounded by its bitmaps nor by a small pool.
+const SLAB: usize = 64 << 10;
+
+/// The slab shape for blocks of `stride` bytes in a pool of `capacity`: as near to 64 KiB as the bitmaps
+/// allow, at least eight blocks, and then grown until at most 1/32 of the slab is left over at its end.
+/// In pools below 4 MiB a slab starts from 1/64 of the pool and one block, lest a few slabs take it all.
 ///
 /// Blocks above [`MAX_SLAB_BLOCK`] are spans: one block, whole pages.
-pub(crate) const fn slab_shape(stride: usize) -> SlabShape {
+pub(crate) const fn slab_shape(stride: usize, capacity: usize) -> SlabShape {
     if stride > MAX_SLAB_BLOCK + MIN_BLOCK {
         return SlabShape { pages: stride.div_ceil(PAGE) as u32, blocks: 1, stride: stride as u32 };
     }
-    let mut bytes = 64 << 10;
+    let small_pool = capacity < 64 * SLAB;
+    let mut bytes = if small_pool { capacity / 64 } else { SLAB };
     if bytes > MAX_SLAB_BLOCKS * stride {
         bytes = MAX_SLAB_BLOCKS * stride;
     }
-    if bytes < 8 * stride {
-        bytes = 8 * stride;
+    let least = if small_pool { stride } else { 8 * stride };
+    if bytes < least {
+        bytes = least;
     }
     let mut pages = bytes.div_ceil(PAGE);
     while (pages * PAGE) % stride > pages * PAGE / 32 {
@@ -169,11 +175,15 @@ mod tests {
         }
     }
 
+    fn bytes_of(s: SlabShape) -> usize {
+        s.pages as usize * PAGE
+    }
+
     #[test]
     fn slabs_waste_little_and_fit_their_bitmaps() {
         for class in 0..CLASSES {
             for stride in [size_of(class), size_of(class) + MIN_BLOCK] {
-                let s = slab_shape(stride);
+                let s = slab_shape(stride, 1 << 30);
                 let bytes = s.pages as usize * PAGE;
                 let used = s.blocks as usize * stride;
                 assert!(used <= bytes && s.blocks as usize <= MAX_SLAB_BLOCKS);
@@ -183,6 +193,10 @@ mod tests {
                 } else {
                     assert!(bytes - used < PAGE);
                 }
+                let small = slab_shape(stride, 1 << 20);
+                let bytes = small.pages as usize * PAGE;
+                assert!(small.blocks >= 1 && bytes <= (16 << 10).max(bytes_of(s)));
+                assert!(small.blocks as usize * stride <= bytes);
             }
         }
     }

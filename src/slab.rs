@@ -18,7 +18,7 @@ use crate::{
     page_map::{PageEntry, PageMap},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
-        AtomicU32, AtomicU64,
+        AtomicU32, AtomicU64, AtomicUsize,
         Ordering::{AcqRel, Relaxed},
     },
     sys::mmap::{Zeroable, ZeroedTable},
@@ -102,6 +102,8 @@ pub(crate) struct Slabs {
     state: Mutex<State>,
     capacity: usize,
     max_len: usize,
+    /// Bytes of runs cut since the caches were last called back.
+    cut: AtomicUsize,
 }
 
 /// Whether a block that came back was the last of a draining pool.
@@ -121,11 +123,6 @@ impl Slabs {
         pad: usize,
     ) -> io::Result<Self> {
         let pages = map.len() >> PAGE_SHIFT;
-        let shapes = std::array::from_fn(|class| {
-            let size = size_class::size_of(class);
-            let padded = size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK;
-            size_class::slab_shape(size + if padded { pad } else { 0 })
-        });
         // One number for each slab there can be; no slab or span is shorter than a page.
         let table = ZeroedTable::new(pages + 1)?;
         let mut state = State {
@@ -145,7 +142,20 @@ impl Slabs {
             Self::mark_free(&map, run);
             state.runs.insert(run);
         }
-        Ok(Self { map, table, shapes, state: Mutex::new(state), capacity, max_len })
+        let shapes = std::array::from_fn(|class| {
+            let size = size_class::size_of(class);
+            let padded = size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK;
+            size_class::slab_shape(size + if padded { pad } else { 0 }, capacity)
+        });
+        Ok(Self {
+            map,
+            table,
+            shapes,
+            state: Mutex::new(state),
+            capacity,
+            max_len,
+            cut: AtomicUsize::new(0),
+        })
     }
 
     pub(crate) fn map(&self) -> &PageMap {
@@ -170,6 +180,18 @@ impl Slabs {
         class < CLASSES && (self.shapes[class].pages as usize) << PAGE_SHIFT <= self.max_len
     }
 
+    /// Whether caches should be called back before a run of `bytes` is cut. Cached blocks lie scattered;
+    /// long runs placed between them would keep the gaps apart after they have gone. So before runs that
+    /// are long for this pool, and else once for every sixteenth of the pool that was cut.
+    pub(crate) fn consolidation_due(&self, bytes: usize) -> bool {
+        bytes * 64 >= self.capacity || self.cut.load(Relaxed) * 16 >= self.capacity
+    }
+
+    /// Says that the caches were called back.
+    pub(crate) fn consolidated(&self) {
+        self.cut.store(0, Relaxed);
+    }
+
     /// Takes up to `want` blocks of a class, lowest addresses first, and hands each to `sink`. Returns
     /// how many there were.
     pub(crate) fn take(&self, class: usize, want: usize, mut sink: impl FnMut(Entry)) -> usize {
@@ -187,6 +209,19 @@ impl Slabs {
         }
         state.classes[class].taken += got;
         state.taken += got;
+        got
+    }
+
+    /// Takes a free block of some larger class than `class`, when none of its own is left and no slab can
+    /// be cut. Returns its class too.
+    pub(crate) fn take_larger(&self, class: usize) -> Option<(Entry, usize)> {
+        let mut state = self.state.lock();
+        let larger = (class + 1..CLASSES).find(|&c| !state.partial[c].is_empty())?;
+        let first = *state.partial[larger].first()?;
+        let mut got = None;
+        self.take_from(&mut state, first, larger, 1, &mut |e| got = Some((e, larger)));
+        state.classes[larger].taken += 1;
+        state.taken += 1;
         got
     }
 
@@ -439,6 +474,7 @@ impl Slabs {
         };
         let &(len, first) = state.runs.range((pages, 0)..).find(fits)?;
         let start = aligned(first)?;
+        self.cut.fetch_add((pages as usize) << PAGE_SHIFT, Relaxed);
         state.runs.remove(&(len, first));
         let (before, after) = (start - first, first + len - start - pages);
         for run in [(before, first), (after, start + pages)] {

@@ -1,2 +1,24 @@
-//! The `pinpool` command line.
-fn main() {}
+//! The `pinpool` command line: measures what a pool saves on the machine at hand.
+//!
+//! Results go to stdout, everything else to stderr. The exit code is 0 when all went well, 1 when
+//! something failed, 2 when the call was wrong or the device is not there, 130 after an interrupt.
+
+mod bench;
+mod cli;
+
+use std::process::ExitCode;
+
+use crate::cli::{Cli, Command, Failure};
+
+fn main() -> ExitCode {
+    match Cli::read().and_then(|cli| run(&cli.command)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+fn run(command: &Command) -> Result<(), Failure> {
+    match command {
+        Command::Bench(bench) => bench::run(bench),
+    }
+}

@@ -1,0 +1,50 @@
+//! The benches, one file each: an `Args` for its flags and a `run` that measures and prints.
+//!
+//! To add one: a variant in [`Bench`], an arm in [`run`]. What they share is in `report.rs`.
+
+mod peer;
+mod registration;
+pub(crate) mod report;
+mod sides;
+
+use std::{
+    process,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+};
+
+use clap::Subcommand;
+
+use crate::cli::Failure;
+
+/// What to measure.
+#[derive(Subcommand)]
+pub(crate) enum Bench {
+    /// Registering a buffer for each use, against taking one from the pool.
+    Registration(registration::Args),
+}
+
+/// Runs one bench. Its result is on stdout when this returns, also where something failed.
+pub(crate) fn run(bench: &Bench) -> Result<(), Failure> {
+    on_interrupt()?;
+    match bench {
+        Bench::Registration(args) => registration::run(args),
+    }
+}
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Whether the user wants it to end. Benches look between samples, give everything back and return
+/// [`Failure::Interrupted`].
+pub(crate) fn interrupted() -> bool {
+    INTERRUPTED.load(Relaxed)
+}
+
+fn on_interrupt() -> Result<(), Failure> {
+    ctrlc::set_handler(|| {
+        if INTERRUPTED.swap(true, Relaxed) {
+            // Asked twice: what is registered goes with the process.
+            process::exit(130);
+        }
+    })
+    .map_err(|e| Failure::Failed(format!("no handler for interrupts could be set: {e}")))
+}

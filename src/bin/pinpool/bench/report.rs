@@ -1,0 +1,291 @@
+//! What the benches share on the way out: sample statistics, facts about the machine, progress, a
+//! table for people and one JSON object for programs.
+
+use std::{
+    fmt, fs,
+    io::{self, Write},
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Map, Value, json};
+
+use crate::cli::{Failure, show_bytes};
+
+/// Order statistics of one side's samples, in nanoseconds.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Summary {
+    pub(crate) samples: usize,
+    pub(crate) min: f64,
+    pub(crate) median: f64,
+    pub(crate) p99: f64,
+    pub(crate) p999: f64,
+}
+
+impl Summary {
+    /// Sums up; `None` without samples. Percentiles are by nearest rank, so each is a sample, and with
+    /// fewer samples than it takes to tell, it is the slowest.
+    pub(crate) fn of(samples: &[f64]) -> Option<Self> {
+        let mut s = samples.to_vec();
+        s.sort_unstable_by(f64::total_cmp);
+        let n = s.len();
+        let rank = |per_mille: usize| s[(n * per_mille).div_ceil(1000) - 1];
+        (n > 0).then(|| Self {
+            samples: n,
+            min: s[0],
+            median: (s[(n - 1) / 2] + s[n / 2]) / 2.0,
+            p99: rank(990),
+            p999: rank(999),
+        })
+    }
+
+    /// The statistics as an object, to a tenth of a nanosecond.
+    pub(crate) fn json(&self) -> Map<String, Value> {
+        let pairs =
+            [("min", self.min), ("median", self.median), ("p99", self.p99), ("p999", self.p999)];
+        pairs.into_iter().map(|(k, v)| (k.to_owned(), rounded(v))).collect()
+    }
+}
+
+/// A number to one decimal, and without it where it is whole.
+pub(crate) fn rounded(value: f64) -> Value {
+    let tenths = (value * 10.0).round();
+    if tenths % 10.0 == 0.0 { json!((tenths / 10.0) as i64) } else { json!(tenths / 10.0) }
+}
+
+/// Nanoseconds as people write them, in three or four digits.
+pub(crate) fn show_ns(ns: f64) -> String {
+    let (value, unit) = match ns {
+        _ if ns < 999.5 => (ns, "ns"),
+        _ if ns < 999_500.0 => (ns / 1e3, "µs"),
+        _ if ns < 999_500_000.0 => (ns / 1e6, "ms"),
+        _ => (ns / 1e9, "s"),
+    };
+    let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
+    format!("{value:.decimals$} {unit}")
+}
+
+/// A whole number with its thousands apart.
+pub(crate) fn show_count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(' ');
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// What reading the clock twice costs, at least.
+pub(crate) fn clock_cost() -> Duration {
+    let once = |_| {
+        let start = Instant::now();
+        start.elapsed()
+    };
+    (0..1000).map(once).min().unwrap_or_default()
+}
+
+/// Facts about the machine that figures depend on.
+pub(crate) struct Environment {
+    /// The kernel's release.
+    pub(crate) kernel: String,
+    /// The processor's name.
+    pub(crate) cpu: String,
+    /// How many of them this process may use.
+    pub(crate) cpus: usize,
+    /// `RLIMIT_MEMLOCK`, soft and hard; `None` is unlimited.
+    pub(crate) memlock: [Option<u64>; 2],
+}
+
+impl Environment {
+    /// Looks around.
+    pub(crate) fn read() -> Self {
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+        Self {
+            kernel: kernel.trim().to_owned(),
+            cpu: cpu_name(),
+            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            memlock: memlock_of(&limits),
+        }
+    }
+
+    /// The limit as people write it.
+    pub(crate) fn show_memlock(&self) -> String {
+        let [soft, hard] = self.memlock.map(|l| match l {
+            None => "unlimited".to_owned(),
+            Some(bytes) => show_bytes(usize::try_from(bytes).unwrap_or(usize::MAX)),
+        });
+        if soft == hard { soft } else { format!("{soft} soft, {hard} hard") }
+    }
+
+    /// The limit as an object; null is unlimited.
+    pub(crate) fn memlock_json(&self) -> Value {
+        json!({ "soft": self.memlock[0], "hard": self.memlock[1] })
+    }
+}
+
+fn cpu_name() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find_map(|l| {
+        let (key, value) = l.split_once(':')?;
+        matches!(key.trim(), "model name" | "Model" | "cpu").then(|| value.trim().to_owned())
+    });
+    name.unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+fn memlock_of(limits: &str) -> [Option<u64>; 2] {
+    let line = limits.lines().find_map(|l| l.strip_prefix("Max locked memory")).unwrap_or_default();
+    let mut values = line.split_whitespace().map(|v| v.parse().ok());
+    [(); 2].map(|()| values.next().flatten())
+}
+
+/// A field of `/proc/self/status` that counts memory, in bytes; 0 where there is none.
+pub(crate) fn status_bytes(field: &str) -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':'));
+    let kb: Option<u64> = line.and_then(|l| l.split_whitespace().next()?.parse().ok());
+    kb.unwrap_or(0) << 10
+}
+
+/// How far it is, on stderr; silent unless that is a terminal. Nothing is drawn between two calls, so
+/// none of it falls into a sample.
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    done: u64,
+}
+
+const STEPS: u64 = 100;
+
+impl Progress {
+    /// Starts to show progress over that many rows.
+    pub(crate) fn new(rows: usize) -> Self {
+        let target = ProgressDrawTarget::stderr();
+        let bar = ProgressBar::with_draw_target(Some(rows as u64 * STEPS), target);
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3} %  {msg}") {
+            bar.set_style(style);
+        }
+        Self { bar, done: 0 }
+    }
+
+    /// Names what is under way.
+    pub(crate) fn at(&self, what: impl Into<String>) {
+        self.bar.set_message(what.into());
+    }
+
+    /// Shows the share of the row that is done.
+    pub(crate) fn share(&self, share: f64) {
+        let step = (share.clamp(0.0, 1.0) * STEPS as f64) as u64;
+        if self.done + step > self.bar.position() {
+            self.bar.set_position(self.done + step);
+        }
+    }
+
+    /// Ends a row.
+    pub(crate) fn row_done(&mut self) {
+        self.done += STEPS;
+        self.bar.set_position(self.done);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// A table: right-aligned columns under heads, whose lines are told apart by `\n`.
+pub(crate) struct Table {
+    head: Vec<Vec<String>>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// Starts a table with these heads.
+    pub(crate) fn new(heads: &[&str]) -> Self {
+        let lines = heads.iter().map(|h| h.split('\n').count()).max().unwrap_or(0);
+        let line = |i| heads.iter().map(move |h| h.split('\n').nth(i).unwrap_or("").to_owned());
+        Self { head: (0..lines).map(|i| line(i).collect()).collect(), rows: Vec::new() }
+    }
+
+    /// Adds a row.
+    pub(crate) fn row(&mut self, cells: Vec<String>) {
+        self.rows.push(cells);
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = self.head.first().map_or(0, Vec::len);
+        let lines = || self.head.iter().chain(&self.rows);
+        let width = |c: usize| {
+            lines().filter_map(|l| l.get(c)).map(|t| t.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for line in lines() {
+            let cells = line.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}"));
+            writeln!(f, "{}", cells.collect::<Vec<_>>().join("  ").trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+/// Prints the result on stdout.
+pub(crate) fn emit(result: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{}", result.trim_end())
+        .and_then(|()| out.flush())
+        .map_err(|e| Failure::Failed(format!("the result could not be written to stdout: {e}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples_by_nearest_rank() {
+        let samples: Vec<f64> = (1..=1000).rev().map(f64::from).collect();
+        let s = Summary::of(&samples).expect("samples");
+        let expected = Summary { samples: 1000, min: 1.0, median: 500.5, p99: 990.0, p999: 999.0 };
+        assert_eq!(s, expected);
+        let one = Summary::of(&[7.0]).expect("one");
+        assert_eq!((one.min, one.median, one.p99, one.p999), (7.0, 7.0, 7.0, 7.0));
+        let few = Summary::of(&[3.0, 1.0, 2.0]).expect("few");
+        assert_eq!((few.median, few.p99), (2.0, 3.0));
+        assert_eq!(Summary::of(&[]), None);
+    }
+
+    #[test]
+    fn numbers_are_shown_short() {
+        for (ns, text) in [
+            (7.04, "7.04 ns"),
+            (999.4, "999 ns"),
+            (999.6, "1.00 µs"),
+            (12_345.0, "12.3 µs"),
+            (999_600.0, "1.00 ms"),
+            (2e9, "2.00 s"),
+        ] {
+            assert_eq!(show_ns(ns), text);
+        }
+        assert_eq!(show_count(7), "7");
+        assert_eq!(show_count(1_234_567), "1 234 567");
+        assert_eq!((rounded(3.0), rounded(3.14)), (json!(3), json!(3.1)));
+    }
+
+    #[test]
+    fn the_memlock_limit_is_read() {
+        let line =
+            "Max locked memory         8388608              unlimited            bytes     \n";
+        assert_eq!(memlock_of(line), [Some(8 << 20), None]);
+        assert_eq!(memlock_of(""), [None, None]);
+    }
+
+    #[test]
+    fn columns_line_up() {
+        let mut t = Table::new(&["a\nb", "\nlong"]);
+        t.row(vec!["1 µs".into(), "2".into()]);
+        assert_eq!(t.to_string(), "   a\n   b  long\n1 µs     2\n");
+    }
+}

@@ -1,0 +1,195 @@
+//! What is asked on the command line, and how an unfit call is answered: one sentence, exit code 2.
+
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use clap::{Parser, Subcommand, error::ErrorKind};
+use pinpool::{Bytes, Device};
+
+use crate::bench::Bench;
+
+/// Measures a pinned-memory pool for RDMA on this machine.
+#[derive(Parser)]
+#[command(name = "pinpool", version, propagate_version = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// What to do.
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Measure what the pool saves.
+    #[command(subcommand)]
+    Bench(Bench),
+}
+
+impl Cli {
+    /// Reads the arguments. Prints help and version, and leaves, where those are asked for.
+    pub(crate) fn read() -> Result<Self, Failure> {
+        Self::try_parse().map_err(|e| match e.kind() {
+            ErrorKind::DisplayHelp
+            | ErrorKind::DisplayVersion
+            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => e.exit(),
+            _ => Failure::Usage(sentence(&e.render().to_string())),
+        })
+    }
+}
+
+/// Makes one sentence of clap's paragraphs: what is wrong, its tips, no usage.
+fn sentence(rendered: &str) -> String {
+    let wrong = rendered
+        .split("\n\n")
+        .filter(|p| !p.starts_with("Usage:") && !p.starts_with("For more information"))
+        .flat_map(|p| p.lines().map(str::trim).filter(|l| !l.is_empty()));
+    let mut text = String::new();
+    for line in wrong {
+        let (glue, line) = match line.strip_prefix("tip: ") {
+            Some(tip) => ("; ", tip),
+            None => (" ", line),
+        };
+        if !text.is_empty() {
+            text.push_str(glue);
+        }
+        text.push_str(line);
+    }
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    format!("{text} (see --help)")
+}
+
+/// Why the program ends with something other than 0.
+pub(crate) enum Failure {
+    /// The call was wrong, or what it names is not there.
+    Usage(String),
+    /// Something failed underway.
+    Failed(String),
+    /// The user interrupted it.
+    Interrupted,
+}
+
+impl Failure {
+    /// Says it on stderr and gives the exit code.
+    pub(crate) fn report(&self) -> ExitCode {
+        let (text, code) = match self {
+            Self::Usage(text) => (text.as_str(), 2),
+            Self::Failed(text) => (text.as_str(), 1),
+            Self::Interrupted => ("interrupted; everything was given back, nothing is shown", 130),
+        };
+        say(text);
+        ExitCode::from(code)
+    }
+}
+
+/// Prints a line for the user beside the result. A closed stderr is no reason to stop.
+pub(crate) fn say(text: &str) {
+    let _ = writeln!(io::stderr(), "pinpool: {text}");
+}
+
+/// Which device.
+#[derive(clap::Args)]
+pub(crate) struct DeviceArgs {
+    /// The verbs device by name, as `ibv_devices` or `rdma link` prints it [default: the first one
+    /// with an active port]
+    #[arg(long, value_name = "NAME", conflicts_with = "soft")]
+    device: Option<String>,
+    /// Use the software device: registers in this process with mlock, needs no RDMA. Its figures say
+    /// nothing of a NIC
+    #[arg(long)]
+    soft: bool,
+}
+
+impl DeviceArgs {
+    /// Opens the device asked for; never another one in its place.
+    pub(crate) fn open(&self) -> Result<Device, Failure> {
+        if self.soft { Ok(Device::soft()) } else { self.open_verbs() }
+    }
+
+    #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+    fn open_verbs(&self) -> Result<Device, Failure> {
+        use pinpool::DeviceError;
+        let opened = match &self.device {
+            Some(name) => Device::open(name),
+            None => Device::first(),
+        };
+        opened.map_err(|e| {
+            Failure::Usage(match e {
+                DeviceError::NoDevice => format!(
+                    "{}: this machine has no RDMA device at all; `./rxe-setup.sh -- COMMAND` runs a \
+                     command with a soft one, --soft measures without",
+                    self.device.as_deref().unwrap_or("no device")
+                ),
+                e => e.to_string(),
+            })
+        })
+    }
+
+    #[cfg(not(any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+    fn open_verbs(&self) -> Result<Device, Failure> {
+        let asked = self.device.as_deref().map(|d| format!("{d}: ")).unwrap_or_default();
+        Err(Failure::Usage(format!(
+            "{asked}this program was built without a verbs binding (feature rdma-sys or \
+             rdma-mummy-sys) and knows the software device only; ask for that with --soft"
+        )))
+    }
+}
+
+/// Reads a byte count: a number, and perhaps K, M or G (binary; `KiB` and `KB` mean the same).
+pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
+    let bad = || format!("{text:?} is not a size; write 4096, 64K or 16M");
+    let lower = text.trim().to_ascii_lowercase();
+    let unit = lower.trim_start_matches(|c: char| c.is_ascii_digit());
+    let shift = match unit {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        _ => return Err(bad()),
+    };
+    let digits = &lower[..lower.len() - unit.len()];
+    if digits.is_empty() {
+        return Err(bad());
+    }
+    // A number too long for the machine is out of every range, and is told so.
+    let number: usize = digits.parse().unwrap_or(usize::MAX);
+    Ok(number.saturating_mul(1 << shift))
+}
+
+/// A byte count as people write it.
+pub(crate) fn show_bytes(bytes: usize) -> String {
+    Bytes(bytes as u64).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_are_read_in_binary_units() {
+        for (text, bytes) in
+            [("4096", 4096), ("4K", 4096), ("64kib", 65536), ("1MB", 1 << 20), ("2g", 2 << 30)]
+        {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        assert_eq!(parse_bytes("99999999999999999999999G"), Ok(usize::MAX));
+        for text in ["", "K", "-4K", "4.5K", "4 K", "4X", "4KK"] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_unfit_call_is_answered_with_one_line() {
+        let e = Cli::try_parse_from(["pinpool", "bench", "registration", "--jsn"]).err();
+        let text = sentence(&e.expect("refused").render().to_string());
+        assert!(text.contains("'--jsn'") && text.contains("--json"), "{text}");
+        assert!(!text.contains('\n') && !text.contains("Usage"), "{text}");
+    }
+}

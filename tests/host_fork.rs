@@ -1,0 +1,75 @@
+//! Forked children. Proves: a child can use malloc, stdio and exit; using the pool in it is an error, not
+//! a crash; it never tears anything down, and the parent goes on. One process, one test at a time.
+#![cfg(feature = "fault")]
+#![allow(clippy::unwrap_used, clippy::disallowed_methods)]
+
+mod common;
+
+use std::{io::Write, sync::Mutex};
+
+use common::soft;
+use pinpool::{AllocError, Device, device::FaultyRegistrar};
+
+/// Forks one at a time: a fork copies whatever locks other threads hold.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// Runs `child` in a forked child and returns its wait status.
+fn in_child(child: impl FnOnce() -> bool) -> i32 {
+    // SAFETY: the child runs `child` and leaves by `_exit`, never returning into the test runner.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        let ok = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(if ok { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: `pid` is the child, and `status` is valid to write to.
+    assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+    status
+}
+
+#[test]
+fn a_child_uses_the_heap_and_is_refused_the_pool() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let registrar = FaultyRegistrar::new(&Device::soft());
+    let pool = soft(1 << 20).device(Device::custom(registrar.clone())).build().unwrap();
+    let kept = pool.alloc(4096).unwrap();
+    let dropped = pool.alloc(4096).unwrap();
+    let before = pool.stats();
+    let status = in_child(|| {
+        for i in 0..10_000 {
+            drop(std::hint::black_box(vec![0u8; 1 + i % 3000]));
+        }
+        for _ in 0..100 {
+            let mut f = std::fs::File::open("/proc/self/stat").unwrap();
+            std::io::copy(&mut f, &mut std::io::sink()).unwrap();
+        }
+        std::io::stdout().flush().unwrap();
+        let refused = matches!(pool.alloc(4096), Err(AllocError::ForeignProcess { .. }));
+        let readable = pool.stats().capacity == before.capacity;
+        drop(dropped);
+        drop(pool.clone());
+        drop(pool);
+        refused && readable && registrar.deregister_calls() == 0
+    });
+    assert_eq!(status, 0, "the child's exit status");
+    assert!(std::ptr::eq(kept.as_ptr(), kept.as_ptr()));
+    assert_eq!(registrar.deregister_calls(), 0);
+    drop(kept);
+}
+
+#[test]
+fn the_parent_goes_on_and_tears_down_itself() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let registrar = FaultyRegistrar::new(&Device::soft());
+    let pool = soft(1 << 20).device(Device::custom(registrar.clone())).build().unwrap();
+    let buf = pool.alloc(100).unwrap();
+    assert_eq!(in_child(|| true), 0);
+    assert_eq!(pool.stats().live_buffers, 1);
+    let more: Vec<_> = (0..10).map(|_| pool.alloc(10_000).unwrap()).collect();
+    drop((more, buf));
+    pool.check();
+    pool.close().unwrap();
+    assert_eq!((registrar.deregister_calls(), registrar.live()), (1, 0));
+}

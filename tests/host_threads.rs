@@ -1,0 +1,267 @@
+//! Many threads. Proves: no thread hoards (B26), frees elsewhere come back, thread exit gives all back
+//! in any order of destructors, handles and buffers may be dropped in any order on any thread.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::{
+    cell::RefCell,
+    sync::{Barrier, mpsc},
+    thread,
+};
+
+use common::{Rng, soft};
+use pinpool::{AllocError, Buf, CloseError, Pool};
+
+/// Scales a count down where the processor is emulated.
+fn scaled(n: usize) -> usize {
+    if std::env::var_os("PINPOOL_GUEST").is_some() { n / 20 } else { n }
+}
+
+#[test]
+fn b26_one_thread_cannot_hoard_what_another_needs() {
+    for len in [4096, 64 << 10, 1 << 20] {
+        let pool = soft(32 * len).build().unwrap();
+        let a = pool.alloc(len).unwrap();
+        // A thread that took one, gave it back, and stays: its magazine keeps blocks.
+        let (stay, wait) = mpsc::channel::<()>();
+        let (ready, is_ready) = mpsc::channel();
+        let p = pool.clone();
+        let idle = thread::spawn(move || {
+            drop(p.alloc(len).unwrap());
+            ready.send(()).unwrap();
+            wait.recv().unwrap();
+        });
+        is_ready.recv().unwrap();
+        let p = pool.clone();
+        let rest = thread::spawn(move || -> Vec<Buf> {
+            (0..31).map(|i| p.alloc(len).unwrap_or_else(|e| panic!("{i}: {e}"))).collect()
+        })
+        .join()
+        .unwrap();
+        let error = pool.alloc(len).unwrap_err();
+        let AllocError::Exhausted(e) = error else { panic!("{error}") };
+        assert_eq!((e.live_buffers, e.live, e.unused), (32, 32 * len, 0));
+        stay.send(()).unwrap();
+        idle.join().unwrap();
+        drop((a, rest));
+        pool.check();
+    }
+}
+
+#[test]
+fn books_balance_after_threads_freed_for_one_another() {
+    const THREADS: usize = 16;
+    let ops = scaled(if cfg!(debug_assertions) { 30_000 } else { 600_000 });
+    let pool = soft(64 << 20).build().unwrap();
+    let (senders, receivers): (Vec<_>, Vec<_>) =
+        (0..THREADS).map(|_| mpsc::sync_channel::<Buf>(64)).unzip();
+    thread::scope(|s| {
+        for (i, inbox) in receivers.into_iter().enumerate() {
+            let (pool, out) = (&pool, senders[(i + 1) % THREADS].clone());
+            s.spawn(move || {
+                let mut rng = Rng(i as u64);
+                let mut held: Vec<Buf> = Vec::new();
+                for _ in 0..ops {
+                    match rng.below(4) {
+                        0 | 1 => {
+                            if let Ok(mut b) = pool.alloc(rng.size(64, 64 << 10)) {
+                                let tag = b.as_ptr() as usize as u8;
+                                b[0] = tag;
+                                held.push(b);
+                            }
+                        }
+                        2 => {
+                            if let Some(b) = held.pop() {
+                                assert_eq!(b[0], b.as_ptr() as usize as u8, "nobody else wrote");
+                                if let Err(mpsc::TrySendError::Full(b)) = out.try_send(b) {
+                                    drop(b);
+                                }
+                            }
+                        }
+                        _ => {
+                            while let Ok(b) = inbox.try_recv() {
+                                assert_eq!(b[0], b.as_ptr() as usize as u8);
+                            }
+                            if held.len() > 100 {
+                                held.swap_remove(rng.below(100));
+                            }
+                        }
+                    }
+                }
+            });
+        }
+        drop(senders);
+    });
+    pool.check();
+    let s = pool.stats();
+    assert_eq!((s.live, s.live_buffers), (0, 0));
+    pool.trim();
+    assert_eq!(pool.stats().largest_free, 64 << 20, "all runs merged again");
+}
+
+#[test]
+fn an_exhausted_pool_under_threads_never_lies() {
+    // Eight threads over 16 blocks, each holding at most two: none may ever fail.
+    let pool = soft(16 << 12).build().unwrap();
+    thread::scope(|s| {
+        for _ in 0..8 {
+            s.spawn(|| {
+                for _ in 0..scaled(3_000) {
+                    let a = pool.alloc(4096).unwrap();
+                    let b = pool.alloc(4096).unwrap();
+                    drop((a, b));
+                }
+            });
+        }
+    });
+    pool.check();
+    assert_eq!(pool.stats().live, 0);
+}
+
+thread_local! {
+    static EARLY: RefCell<Option<(Pool, Buf)>> = const { RefCell::new(None) };
+    static LATE: RefCell<Option<Late>> = const { RefCell::new(None) };
+}
+
+struct Late(Pool);
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        // Allocates and frees while the thread's other thread-locals are being destroyed.
+        let bufs: Vec<_> = (0..100).map(|_| self.0.alloc(64).unwrap()).collect();
+        drop(bufs);
+    }
+}
+
+#[test]
+fn thread_exit_gives_all_back_whatever_the_order_of_destructors() {
+    let pool = soft(4 << 20).build().unwrap();
+    for first in [true, false] {
+        let p = pool.clone();
+        thread::spawn(move || {
+            let early = |p: &Pool| {
+                EARLY.with(|e| *e.borrow_mut() = Some((p.clone(), p.alloc(4096).unwrap())));
+            };
+            let late = |p: &Pool| LATE.with(|l| *l.borrow_mut() = Some(Late(p.clone())));
+            // Destructors run in an order that depends on first use; the pool's own list is used
+            // between the two.
+            if first {
+                early(&p);
+                late(&p);
+            } else {
+                late(&p);
+                early(&p);
+            }
+            drop(p.alloc(100));
+        })
+        .join()
+        .unwrap();
+        pool.check();
+        assert_eq!(pool.stats().live, 0);
+    }
+}
+
+#[test]
+fn handles_and_buffers_go_in_any_order_on_any_thread() {
+    for round in 0..scaled(400) as u64 {
+        let device = pinpool::Device::soft();
+        let pool = soft(1 << 20).device(device.clone()).build().unwrap();
+        let mut rng = Rng(round);
+        let bufs: Vec<_> = (0..8).map(|_| pool.alloc(rng.size(64, 100_000)).unwrap()).collect();
+        let other = pool.clone();
+        let start = Barrier::new(3);
+        thread::scope(|s| {
+            let (mut a, mut b) = (bufs, Vec::new());
+            b.extend(a.drain(..4));
+            let start = &start;
+            s.spawn(move || {
+                start.wait();
+                drop(a);
+                drop(other);
+            });
+            s.spawn(move || {
+                drop(pool.alloc(64));
+                start.wait();
+                drop(pool);
+                drop(b);
+            });
+            start.wait();
+        });
+        assert_eq!(device.as_soft().unwrap().regions(), 0, "torn down by whoever was last");
+    }
+}
+
+#[test]
+fn close_says_what_is_still_out() {
+    let device = pinpool::Device::soft();
+    let pool = soft(1 << 20).device(device.clone()).build().unwrap();
+    let handle = pool.clone();
+    let local = pool.local();
+    assert!(matches!(handle.close(), Err(CloseError::Shared(2))));
+    drop(local);
+    let buf = pool.alloc(5000).unwrap();
+    match pool.close() {
+        Err(CloseError::Live { buffers: 1, bytes }) => assert_eq!(bytes, buf.capacity()),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(device.as_soft().unwrap().regions(), 1, "a live buffer keeps its arena");
+    assert_eq!(buf.len(), 5000);
+    drop(buf);
+    assert_eq!(device.as_soft().unwrap().regions(), 0);
+    let pool = soft(1 << 20).build().unwrap();
+    assert!(pool.close().is_ok());
+}
+
+#[test]
+fn more_pools_than_places_for_magazines() {
+    let pools: Vec<_> = (0..70).map(|_| soft(64 << 10).build().unwrap()).collect();
+    let mut held = Vec::new();
+    for pool in &pools {
+        held.push(pool.alloc(4096).unwrap());
+        drop(pool.alloc(64).unwrap());
+        pool.check();
+    }
+    drop(pools);
+    drop(held);
+}
+
+#[test]
+fn look_ups_stay_right_while_large_buffers_come_and_go() {
+    const LEN: usize = 44_444_444;
+    let pool = soft(192 << 20).arena_size(64 << 20).build().unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    thread::scope(|s| {
+        let lookers: Vec<_> = (0..3)
+            .map(|_| {
+                s.spawn(|| {
+                    let mut n = 0u64;
+                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                        for arena in pool.arenas() {
+                            let p = arena.addr.as_ptr();
+                            assert_eq!(pool.keys_of(p.wrapping_add(LEN - 1)), Some(arena.keys));
+                        }
+                        let past = pool.arenas()[2].addr.as_ptr().wrapping_add(64 << 20);
+                        assert_eq!(pool.keys_of(past), None);
+                        assert_eq!(pool.keys_of(std::ptr::null::<u8>()), None);
+                        assert_eq!(pool.keys_of(&n), None);
+                        n += 1;
+                    }
+                    n
+                })
+            })
+            .collect();
+        for _ in 0..200 {
+            let bufs: Vec<_> = (0..3).map(|_| pool.alloc(LEN).unwrap()).collect();
+            for b in &bufs {
+                assert_eq!(pool.keys_of(b.as_ptr()), Some(b.keys()));
+                assert_eq!(pool.keys_of(&b[LEN - 1]), Some(b.keys()));
+            }
+            assert!(pool.alloc(LEN).is_err(), "no fourth fits: three arenas of 64 MiB");
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        for l in lookers {
+            assert!(l.join().unwrap() > 0);
+        }
+    });
+}
