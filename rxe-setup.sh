@@ -383,7 +383,7 @@ run_here() {
             say "the memlock limit is $(ulimit -l) KiB and could not be raised"
         fi
     fi
-    exec 8>&-
+    exec 8>&- {input}<&-
     trap - EXIT INT TERM HUP
     exec "${cmd[@]}"
 }

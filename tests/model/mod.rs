@@ -1,0 +1,293 @@
+//! One script of actions against the pool and against a naive account of it, checked after each step:
+//! no overlap, alignment, contents, keys, books (P5). The model test and the fuzzer both feed it.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+use std::{alloc::Layout, collections::BTreeMap, thread};
+
+use pinpool::{Access, AllocError, Batch, Buf, Device, FreeError, Pages, Pool};
+
+/// What can be done to a pool.
+#[derive(Clone, Copy, Debug)]
+pub enum Action {
+    Alloc {
+        len: usize,
+    },
+    AllocAligned {
+        len: usize,
+        align: usize,
+    },
+    AllocMany {
+        len: usize,
+        n: usize,
+    },
+    Free {
+        which: usize,
+    },
+    /// On a thread of its own, which then ends.
+    FreeElsewhere {
+        which: usize,
+    },
+    /// Changes which lengths later allocations ask for.
+    ResizeMix {
+        shift: u32,
+    },
+    /// A thread allocates, frees half, hands the rest over and ends.
+    ThreadExit {
+        len: usize,
+        n: usize,
+    },
+    /// Out as a bare pointer and back, with wrong pointers tried in between.
+    Raw {
+        which: usize,
+    },
+    Trim,
+    /// Drops the last handle with buffers out, checks them, and starts anew.
+    DropPool,
+}
+
+impl Action {
+    /// Every word is an action, so that random words and a fuzzer's bytes both make scripts.
+    pub fn from_word(word: u64) -> Self {
+        let (kind, a, b) = (word & 0xff, (word >> 8) & 0xff_ffff, (word >> 32) as usize);
+        let a = a as usize;
+        match kind {
+            0..=79 => Self::Alloc { len: a },
+            80..=95 => Self::AllocAligned { len: a, align: 1 << (b % 18) },
+            96..=111 => Self::AllocMany { len: a, n: b % 40 },
+            112..=179 => Self::Free { which: b },
+            180..=189 => Self::FreeElsewhere { which: b },
+            190..=209 => Self::ResizeMix { shift: (b % 22) as u32 },
+            210..=217 => Self::ThreadExit { len: a, n: b % 12 },
+            218..=239 => Self::Raw { which: b },
+            240..=253 => Self::Trim,
+            _ => Self::DropPool,
+        }
+    }
+}
+
+struct Held {
+    buf: Buf,
+    seed: u8,
+}
+
+/// The pool and the naive account.
+pub struct Model {
+    pool: Pool,
+    device: Device,
+    held: Vec<Held>,
+    /// Start → end of every block that is out.
+    ranges: BTreeMap<usize, usize>,
+    /// Lengths are below 1 << shift.
+    shift: u32,
+    seed: u8,
+    colouring: bool,
+}
+
+pub const CAPACITY: usize = 2 << 20;
+const ARENA: usize = 1 << 20;
+
+impl Model {
+    pub fn new(colouring: bool) -> Self {
+        let device = Device::soft();
+        let pool = Self::build(&device, colouring);
+        Self { pool, device, held: vec![], ranges: BTreeMap::new(), shift: 14, seed: 0, colouring }
+    }
+
+    fn build(device: &Device, colouring: bool) -> Pool {
+        Pool::builder()
+            .device(device.clone())
+            .access(Access::LOCAL_WRITE | Access::REMOTE_READ)
+            .capacity(CAPACITY)
+            .arena_size(ARENA)
+            .pages(Pages::Base)
+            .colouring(colouring)
+            .build()
+            .unwrap()
+    }
+
+    pub fn run(words: impl IntoIterator<Item = u64>, colouring: bool) {
+        let mut model = Self::new(colouring);
+        for word in words {
+            model.step(Action::from_word(word));
+        }
+        model.finish();
+    }
+
+    fn len(&self, raw: usize) -> usize {
+        raw & ((1 << self.shift) - 1)
+    }
+
+    pub fn step(&mut self, action: Action) {
+        match action {
+            Action::Alloc { len } => {
+                let len = self.len(len);
+                let got = self.pool.alloc(len);
+                self.took(got, len, 1);
+            }
+            Action::AllocAligned { len, align } => {
+                let len = self.len(len);
+                let got = self.pool.alloc_layout(Layout::from_size_align(len, align).unwrap());
+                self.took(got, len, align);
+            }
+            Action::AllocMany { len, n } => {
+                let len = self.len(len);
+                let mut batch = Batch::with_capacity(n);
+                match self.pool.alloc_many(&mut batch, len, n) {
+                    Ok(got) => {
+                        assert!(got <= n && batch.len() == got);
+                        assert!(batch.sges().all(|s| s.length as usize == len));
+                        // Every other one goes back by the batch.
+                        for _ in 0..got / 2 {
+                            let buf = batch.pop().unwrap();
+                            self.took(Ok(buf), len, 1);
+                        }
+                    }
+                    Err(e) => self.refused(&e, len, 1),
+                }
+                drop(batch);
+            }
+            Action::Free { which } => {
+                if let Some(held) = self.pick(which) {
+                    drop(held.buf);
+                }
+            }
+            Action::FreeElsewhere { which } => {
+                if let Some(held) = self.pick(which) {
+                    thread::spawn(move || drop(held.buf)).join().unwrap();
+                }
+            }
+            Action::ResizeMix { shift } => self.shift = shift,
+            Action::ThreadExit { len, n } => {
+                let (pool, len) = (self.pool.clone(), self.len(len));
+                let got = thread::spawn(move || {
+                    let mut bufs: Vec<_> = (0..n).map_while(|_| pool.alloc(len).ok()).collect();
+                    bufs.truncate(bufs.len() / 2);
+                    bufs
+                })
+                .join()
+                .unwrap();
+                for buf in got {
+                    self.took(Ok(buf), len, 1);
+                }
+            }
+            Action::Raw { which } => self.raw(which),
+            Action::Trim => {
+                self.pool.trim();
+                assert_eq!(self.pool.stats().cached, 0);
+            }
+            Action::DropPool => {
+                let next = Self::build(&self.device, self.colouring);
+                drop(std::mem::replace(&mut self.pool, next));
+                let soft = self.device.as_soft().unwrap();
+                let old = if self.held.is_empty() { 0 } else { CAPACITY / ARENA };
+                assert_eq!(soft.regions(), CAPACITY / ARENA + old);
+                for held in &self.held {
+                    Self::check_contents(held);
+                }
+                self.held.clear();
+                self.ranges.clear();
+                assert_eq!(soft.regions(), CAPACITY / ARENA, "the last buffer tore it down");
+            }
+        }
+        self.check();
+    }
+
+    fn took(&mut self, got: Result<Buf, AllocError>, len: usize, align: usize) {
+        let mut buf = match got {
+            Ok(buf) => buf,
+            Err(e) => return self.refused(&e, len, align),
+        };
+        assert_eq!(buf.len(), len);
+        let (start, cap) = (buf.as_ptr() as usize, buf.capacity());
+        assert!(cap >= len.max(1));
+        assert_eq!(start % align.max(64), 0);
+        assert!(self.colouring || cap % 4096 != 0 || start % 4096 == 0);
+        let before = self.ranges.range(..start + cap).next_back();
+        assert!(before.is_none_or(|(_, &end)| end <= start), "overlaps a live buffer");
+        let arena = self.pool.arenas().iter().find(|a| {
+            let first = a.addr.as_ptr() as usize;
+            first <= start && start + cap <= first + a.len
+        });
+        let keys = arena.expect("inside one region (P3)").keys;
+        assert_eq!(buf.keys(), keys);
+        assert_eq!(self.pool.keys_of(buf.as_ptr()), Some(keys));
+        self.seed = self.seed.wrapping_add(29);
+        let seed = self.seed;
+        for (i, b) in buf.iter_mut().enumerate() {
+            *b = (i as u8).wrapping_mul(31) ^ seed;
+        }
+        self.ranges.insert(start, start + cap);
+        self.held.push(Held { buf, seed });
+    }
+
+    /// A refusal must be true: so little is free that no block of that length can be there.
+    fn refused(&self, error: &AllocError, len: usize, align: usize) {
+        match error {
+            AllocError::TooLarge { asked, max } => assert!(*asked == len && len > *max),
+            AllocError::Exhausted(e) => {
+                let out: usize = self.ranges.iter().map(|(a, b)| b - a).sum();
+                assert_eq!((e.asked, e.live, e.live_buffers), (len, out, self.held.len()));
+                // A run this long holds an aligned start with enough behind it, wherever it lies.
+                let slack = if align > 4096 { align - 4096 } else { 0 };
+                assert!(e.largest_free < len.max(1).next_multiple_of(4096) + slack);
+                assert!(len > 0 || e.unused < CAPACITY);
+            }
+            other => panic!("{other}"),
+        }
+    }
+
+    fn pick(&mut self, which: usize) -> Option<Held> {
+        if self.held.is_empty() {
+            return None;
+        }
+        let held = self.held.swap_remove(which % self.held.len());
+        Self::check_contents(&held);
+        self.ranges.remove(&(held.buf.as_ptr() as usize));
+        Some(held)
+    }
+
+    fn check_contents(held: &Held) {
+        let ok =
+            held.buf.iter().enumerate().all(|(i, &b)| b == (i as u8).wrapping_mul(31) ^ held.seed);
+        assert!(ok, "somebody wrote into a live buffer");
+    }
+
+    fn raw(&mut self, which: usize) {
+        let Some(held) = self.pick(which) else { return };
+        let (cap, len) = (held.buf.capacity(), held.buf.len());
+        let raw = held.buf.into_raw().as_ptr();
+        // SAFETY: this is the only copy of the pointer; wrong ones must be refused.
+        let back = unsafe {
+            let inside = raw.wrapping_add(1 + which % (cap - 1));
+            assert!(self.pool.free_raw(inside).is_err());
+            assert!(matches!(self.pool.free_raw(raw.wrapping_sub(4 * CAPACITY)), Err(_)));
+            assert_eq!(self.pool.free_raw(std::ptr::null_mut()), Err(FreeError::Null));
+            self.pool.from_raw(raw).unwrap()
+        };
+        assert_eq!((back.as_ptr(), back.len()), (raw.cast_const(), cap));
+        let mut back = back;
+        back.truncate(len);
+        self.ranges.insert(raw as usize, raw as usize + cap);
+        self.held.push(Held { buf: back, seed: held.seed });
+        // SAFETY: the call must refuse, for a handle owns it again.
+        assert!(matches!(unsafe { self.pool.free_raw(raw) }, Err(FreeError::NotOut { .. })));
+    }
+
+    fn check(&self) {
+        self.pool.check();
+        let stats = self.pool.stats();
+        assert_eq!(stats.capacity, CAPACITY);
+        assert_eq!(stats.live_buffers, self.held.len());
+        assert_eq!(stats.live, self.ranges.iter().map(|(a, b)| b - a).sum::<usize>());
+    }
+
+    pub fn finish(mut self) {
+        for held in self.held.drain(..) {
+            Self::check_contents(&held);
+        }
+        self.pool.trim();
+        assert_eq!(self.pool.stats().largest_free, ARENA, "all merged again");
+        self.pool.close().unwrap();
+        assert_eq!(self.device.as_soft().unwrap().regions(), 0);
+    }
+}
