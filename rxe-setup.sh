@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Gives a command an RDMA device: the machine's own, a software one (rdma_rxe)
 # in the running kernel, or a software one in a small guest. See --help.
+# shellcheck disable=SC2317 # functions are also called through variables
 set -u -o pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -63,7 +64,7 @@ In the guest:
     LC_*, LD_LIBRARY_PATH and the like; RXE_SETUP_ENV="A B" passes on A and B.
 
 Environment:
-    RXE_SETUP_MEMORY   memory of the guest (default 6G), split over both nodes
+    RXE_SETUP_MEMORY   memory of the guest (default 6G, at least 3G), split over both nodes
     RXE_SETUP_CPUS     processors of the guest (default 2)
 
 Missing packages are installed with apt (sudo is used for that alone, and to
@@ -239,12 +240,12 @@ install_libclang() {
     have python3 || die "rdma-sys needs a libclang below 16: set LIBCLANG_PATH to one"
     say "fetching libclang $LIBCLANG_WHEEL into ${CACHE#"$ROOT"/} (rdma-sys needs one below 16)"
     make_venv
-    "$CACHE/venv/bin/pip" -q --disable-pip-version-check install --no-deps --target "$CACHE/libclang" \
+    "$CACHE/venv/bin/python" -m pip -q --disable-pip-version-check install --no-deps --target "$CACHE/libclang" \
         "libclang==$LIBCLANG_WHEEL" >&2 || die "pip could not install libclang"
     setup_libclang || die "the libclang package holds no libclang.so"
 }
 make_venv() {
-    [[ -x $CACHE/venv/bin/pip ]] && return 0
+    "$CACHE/venv/bin/python" -m pip --version >/dev/null 2>&1 && return 0
     rm -rf -- "$CACHE/venv"
     python3 -m venv "$CACHE/venv" >&2 || die "python3 could not make a virtual environment (package python3-venv)"
 }
@@ -328,7 +329,11 @@ check_rxe() {
 }
 
 check_guest() {
-    guest_why="always possible on x86-64"
+    guest_why="possible on any x86-64 machine"
+    if [[ $ROOT == *[,[:space:]]* ]]; then
+        guest_why="the guest needs a path without spaces and commas, this is $ROOT"
+        return 1
+    fi
     [[ $(uname -m) == x86_64 ]] && return 0
     guest_why="the guest is x86-64 only, this is $(uname -m)"
     return 1
@@ -395,7 +400,7 @@ prepare_guest() {
     if [[ ! -e $CACHE/venv/virtme-ng-$VIRTME_NG ]]; then
         say "fetching virtme-ng $VIRTME_NG into ${CACHE#"$ROOT"/}"
         make_venv
-        "$CACHE/venv/bin/pip" -q --disable-pip-version-check install "virtme-ng==$VIRTME_NG" >"$log" 2>&1 || {
+        "$CACHE/venv/bin/python" -m pip -q --disable-pip-version-check install "virtme-ng==$VIRTME_NG" >"$log" 2>&1 || {
             cat "$log" >&2
             die "pip could not install virtme-ng"
         }
@@ -522,7 +527,8 @@ share() { # TAG FOLDER OPTIONS
 }
 devices() { # few processes: starting one takes an emulated guest 0.1 s
     local i n gid
-    modprobe -d "$1" -a dummy crc32_generic ib_uverbs rdma_ucm rdma_rxe || trouble "modprobe failed"
+    modprobe -qd "$1" -a dummy crc32_generic ib_uverbs rdma_ucm rdma_rxe # the second is not in every kernel
+    [[ -d /sys/module/rdma_rxe && -d /sys/module/ib_uverbs ]] || trouble "the kernel did not load rdma_rxe"
     ip -batch - <<<"link set lo up
         link add rx0 type dummy
         link add rx1 type dummy
@@ -555,6 +561,8 @@ GUEST
             printf 'export %s=%q\n' "$name" "${!name}"
         done
         [[ -n ${2-} ]] && printf 'devices %q\n' "$CACHE/kernel"
+        # shellcheck disable=SC2016 # expanded in the guest
+        ((verbose)) && echo 'read -r n rest </proc/uptime; echo "rxe-setup: the guest is ready, $n s after its start" >&2'
         printf 'cd -- %q || trouble "the folder %q is not there"\n' "$PWD" "$PWD"
         printf '%s\nfinish $?\n' "$1"
     } >"$run_dir/init"
@@ -631,6 +639,7 @@ boot_guest() { # [SECONDS]
     ((verbose)) && say "the guest ran for $((SECONDS - started)) s ($accel)"
     [[ $code =~ ^[0-9]+$ ]] && return "$code"
     [[ -n $limit ]] && return "$SETUP_FAILED"
+    rm -f -- "$CACHE/kvm" # probe again, should that be why
     [[ -e $run_dir/console ]] && tail -n 20 "$run_dir/console" >&2
     if [[ $code == up ]]; then
         die "the guest ended before the command did (its console is above)"
@@ -685,7 +694,9 @@ has_option() { # OPTION...: is one of them in `options`?
     return 1
 }
 quoted() {
-    printf '%q ' "$@"
+    local words
+    printf -v words ' %q' "$@"
+    echo "${words# }"
 }
 
 run_cargo() {
@@ -792,7 +803,7 @@ is_native() { # TARGET KIND
 
 cargo_test() {
     local kind target executable dir source name version label rerun failed=0 lines='' doctest
-    local -a native arguments test_list
+    local -a native arguments test_list programs
     cargo_build "$subcommand" --no-run || return
     mapfile -t native < <(jq -r '.packages[].metadata["rxe-setup"]?["native-tests"]?[]?' "$metadata")
     mapfile -t test_list < <(jq -rn --slurpfile metadata "$metadata" '
@@ -801,6 +812,9 @@ cargo_test() {
         | .[] | . as $test | ($metadata[0].packages[] | select(.manifest_path == $test.manifest_path))
         | [$test.target.kind[0], $test.target.name, $test.executable, ($test.manifest_path | rtrimstr("/Cargo.toml")),
            $test.target.src_path, .name, .version] | @tsv' "$messages")
+    mapfile -t programs < <(jq -r 'select(.reason == "compiler-artifact" and .executable != null and (.profile.test | not)
+        and (.target.kind | index("bin"))) | "CARGO_BIN_EXE_\(.target.name)=\(.executable)"' "$messages")
+    ((${#programs[@]})) && programs=(env "${programs[@]}")
     doctest=$(jq -rn --slurpfile metadata "$metadata" 'first(inputs | select(.reason == "compiler-artifact" and .target.doctest)
         | select(.manifest_path as $path | $metadata[0].packages | any(.manifest_path == $path)) | .target.name) // empty' "$messages")
     if [[ $subcommand == bench ]] || has_option --lib --bins --bin --examples --example --tests --test --benches --bench --all-targets; then
@@ -816,13 +830,14 @@ cargo_test() {
     for ((i = 0; i < ${#test_list[@]}; i++)); do
         IFS=$'\t' read -r kind target executable dir source name version <<<"${test_list[i]}"
         case $kind in
-        test | bench | example) rerun="--$kind $target" label='' ;;
+        test | bench) rerun="--$kind $target" label='' ;;
+        example) rerun="--example $target" label='unittests ' ;;
         bin) rerun="--bin $target" label='unittests ' ;;
         *) rerun=--lib label='unittests ' ;;
         esac
         label+="${source#"$dir"/} (${executable#"$PWD"/})"
         has_option -q --quiet && label=''
-        set -- "$label" "$rerun" "$name" "$version" "$dir" "$executable" "${arguments[@]}"
+        set -- "$label" "$rerun" "$name" "$version" "$dir" "${programs[@]}" "$executable" "${arguments[@]}"
         if is_native "$target" "$kind"; then
             if ! run_child one_test "$@"; then
                 failed=101
@@ -945,4 +960,4 @@ main() {
     fi
 }
 
-main "$@"
+main "$@"; exit # on one line: the file may change meanwhile

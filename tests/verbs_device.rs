@@ -4,6 +4,7 @@
 //! - `ZERO_BASED` makes addresses count from the start of the range, on both sides;
 //! - refusals keep the device's errno, or name the completion status, and stop the pair;
 //! - a lent PD is used and not freed.
+#![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
 mod common;
 
@@ -12,7 +13,7 @@ use std::time::Duration;
 use common::{Registered, check, device, fill};
 use pinpool::{
     Access, Device, DeviceError,
-    device::Pinning,
+    device::{ForkSupport, Pinning},
     loopback::{Completion, LoopbackError, Operation, Pair, Request, Status},
 };
 
@@ -34,6 +35,19 @@ fn it_is_found_by_name_and_describes_itself() {
     let verbs = first.as_verbs().expect("verbs");
     assert!(!verbs.pd().is_null() && !verbs.context().is_null() && !verbs.is_lent());
     assert_ne!(verbs.pd(), again.as_verbs().expect("verbs").pd(), "a PD of its own");
+}
+
+#[test]
+fn fork_needs_no_care_where_the_kernel_copies_pinned_pages() {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").expect("procfs");
+    let mut numbers = release.split(['.', '-']).map_while(|n| n.parse::<u32>().ok());
+    let version = (numbers.next(), numbers.next());
+    let support = device().as_verbs().expect("verbs").fork_support();
+    if version >= (Some(5), Some(12)) {
+        assert_eq!(support, ForkSupport::CopyOnFork, "kernel {release}");
+    } else {
+        assert_eq!(support, ForkSupport::HiddenFromChildren, "kernel {release}");
+    }
 }
 
 #[test]

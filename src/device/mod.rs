@@ -13,7 +13,7 @@ use std::{fmt, ptr::NonNull, sync::Arc};
 pub use self::fault::{Fault, FaultyRegistrar, MrRecord};
 pub use self::soft::{SoftDevice, SoftError};
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
-pub use self::verbs::VerbsDevice;
+pub use self::verbs::{ForkSupport, VerbsDevice};
 use crate::{
     access::{Access, LKey, RKey},
     error::RegisterError,

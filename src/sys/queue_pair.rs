@@ -21,6 +21,8 @@ impl Status {
     pub const SUCCESS: Self = Self(ffi::ibv_wc_status::IBV_WC_SUCCESS);
     /// 1: a message longer than its receive buffer, or than the device sends.
     pub const LOC_LEN_ERR: Self = Self(ffi::ibv_wc_status::IBV_WC_LOC_LEN_ERR);
+    /// 2: the local queue pair could not carry it out.
+    pub const LOC_QP_OP_ERR: Self = Self(ffi::ibv_wc_status::IBV_WC_LOC_QP_OP_ERR);
     /// 4: the local SGE lies outside its memory region, or the region lacks the right.
     pub const LOC_PROT_ERR: Self = Self(ffi::ibv_wc_status::IBV_WC_LOC_PROT_ERR);
     /// 5: given up because the queue pair was in error already.

@@ -87,6 +87,10 @@ pub(crate) fn say(text: &str) {
     let _ = writeln!(io::stderr(), "pinpool: {text}");
 }
 
+#[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+const NONE: &str = "has no RDMA device; `./rxe-setup.sh -- COMMAND` runs a command with a soft one, \
+                    and --soft measures without any";
+
 /// Which device.
 #[derive(clap::Args)]
 pub(crate) struct DeviceArgs {
@@ -113,15 +117,12 @@ impl DeviceArgs {
             Some(name) => Device::open(name),
             None => Device::first(),
         };
-        opened.map_err(|e| {
-            Failure::Usage(match e {
-                DeviceError::NoDevice => format!(
-                    "{}: this machine has no RDMA device at all; `./rxe-setup.sh -- COMMAND` runs a \
-                     command with a soft one, --soft measures without",
-                    self.device.as_deref().unwrap_or("no device")
-                ),
-                e => e.to_string(),
-            })
+        opened.map_err(|e| match (&self.device, e) {
+            (None, DeviceError::NoDevice) => Failure::Usage(format!("this machine {NONE}")),
+            (Some(name), DeviceError::NoDevice) => {
+                Failure::Usage(format!("there is no {name}, for this machine {NONE}"))
+            }
+            (_, e) => Failure::Usage(e.to_string()),
         })
     }
 

@@ -2,6 +2,8 @@
 //!
 //! To add one: a variant in [`Bench`], an arm in [`run`]. What they share is in `report.rs`.
 
+mod alloc;
+mod contest;
 mod peer;
 mod registration;
 pub(crate) mod report;
@@ -14,13 +16,21 @@ use std::{
 
 use clap::Subcommand;
 
+use self::contest::Group;
 use crate::cli::Failure;
 
 /// What to measure.
 #[derive(Subcommand)]
 pub(crate) enum Bench {
-    /// Registering a buffer for each use, against taking one from the pool.
     Registration(registration::Args),
+    /// Compare alloc + free with general allocators, other pools and the floor
+    Alloc(alloc::Args),
+    /// Compare passing buffers from one thread to another
+    Handoff(alloc::Args),
+    /// Compare a mix of sizes that come and go
+    Churn(alloc::Args),
+    /// Compare alloc + free on 1, 2 and 16 threads
+    Threads(alloc::Args),
 }
 
 /// Runs one bench. Its result is on stdout when this returns, also where something failed.
@@ -28,6 +38,10 @@ pub(crate) fn run(bench: &Bench) -> Result<(), Failure> {
     on_interrupt()?;
     match bench {
         Bench::Registration(args) => registration::run(args),
+        Bench::Alloc(args) => alloc::run(Group::Alloc, args),
+        Bench::Handoff(args) => alloc::run(Group::Handoff, args),
+        Bench::Churn(args) => alloc::run(Group::Churn, args),
+        Bench::Threads(args) => alloc::run(Group::Threads, args),
     }
 }
 

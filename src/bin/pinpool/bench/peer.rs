@@ -1,21 +1,32 @@
 //! Moves bytes through the keys of two registered buffers and looks whether they arrived: by queue
 //! pairs on a verbs device, by the software device's own peer otherwise.
 
-use std::slice;
-
-use pinpool::{Buf, Device, RemoteBuf, Sge, device::SoftDevice};
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 use pinpool::loopback::Pair;
+use pinpool::{Buf, Device, RemoteBuf, Sge, device::SoftDevice};
 
-/// One buffer with both its names.
+/// One registered buffer with both its names.
 pub(crate) struct End<'a> {
-    /// How it is called in messages.
-    pub(crate) name: &'static str,
-    pub(crate) bytes: &'a mut Buf,
-    /// What this host's work requests know it by.
-    pub(crate) local: Sge,
-    /// What a peer knows it by.
-    pub(crate) remote: RemoteBuf,
+    name: &'static str,
+    bytes: &'a mut Buf,
+    local: Sge,
+    remote: RemoteBuf,
+}
+
+impl<'a> End<'a> {
+    /// Puts the three together; `name` is for messages.
+    ///
+    /// # Safety
+    /// `local` and `remote` name exactly these bytes, under a registration that lasts as long as the
+    /// result.
+    pub(crate) unsafe fn new(
+        name: &'static str,
+        bytes: &'a mut Buf,
+        local: Sge,
+        remote: RemoteBuf,
+    ) -> Self {
+        Self { name, bytes, local, remote }
+    }
 }
 
 /// What reaches registered memory by its keys.
@@ -36,7 +47,7 @@ impl Peer {
         #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
         return Pair::connect(device).map(|p| Self::Verbs(Box::new(p))).map_err(|e| e.to_string());
         #[cfg(not(any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
-        Err(format!("no peer for {}", device.info().name))
+        Err(format!("nothing reaches the memory of {}", device.info().name))
     }
 
     /// Writes each buffer to the other and reads it back, by RDMA, and compares every byte. Of each
@@ -54,53 +65,58 @@ impl Peer {
         far: &mut End<'_>,
         seed: u64,
     ) -> Result<(), String> {
+        let name = far.name;
+        let to = |problem| format!("RDMA WRITE to the {name} buffer: {problem}");
+        let from = |problem| format!("RDMA READ from the {name} buffer: {problem}");
         fill(near.bytes, seed);
-        let fault = |step, problem| format!("RDMA {step} the {} buffer: {problem}", far.name);
-        // SAFETY: both buffers are borrowed exclusively, and no reference into them is held.
-        unsafe { self.write(near, far) }.map_err(|e| fault("WRITE to", e))?;
-        compare(far.bytes, seed).map_err(|e| fault("WRITE to", e))?;
+        self.write(near, far).map_err(to)?;
+        compare(far.bytes, seed).map_err(to)?;
         near.bytes.fill(0);
-        // SAFETY: as above.
-        unsafe { self.read(near, far) }.map_err(|e| fault("READ from", e))?;
-        compare(near.bytes, seed).map_err(|e| fault("READ from", e))
+        self.read(near, far).map_err(from)?;
+        compare(near.bytes, seed).map_err(from)
     }
 
     /// Makes a pair that an earlier error stopped work again.
     fn ready(&mut self) -> Result<(), String> {
         match self {
-            Self::Soft(_) => Ok(()),
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
             Self::Verbs(pair) if pair.is_stopped() => pair.reset().map_err(|e| e.to_string()),
-            #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
-            Self::Verbs(_) => Ok(()),
+            _ => Ok(()),
         }
     }
 
-    /// # Safety
-    /// Nobody uses the bytes of either end meanwhile.
-    unsafe fn write(&mut self, from: &End<'_>, to: &End<'_>) -> Result<(), String> {
+    fn write(&mut self, from: &End<'_>, to: &mut End<'_>) -> Result<(), String> {
+        let RemoteBuf { addr, rkey, .. } = to.remote;
         match self {
-            Self::Soft(device) => soft_write(soft(device)?, from, to),
-            // SAFETY: both buffers are alive and left alone (contract); the call touches neither once
-            // it has returned.
+            Self::Soft(device) => {
+                let soft = soft(device)?;
+                soft.check_local(&from.local, false)
+                    .and_then(|()| soft.write(rkey, addr, from.bytes))
+                    .map_err(|e| e.to_string())
+            }
+            // SAFETY: the names are those of the two buffers (contract of `End::new`), which are
+            // registered and borrowed exclusively; no reference into them is held across the call,
+            // which touches neither once it has returned.
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
-            Self::Verbs(pair) => unsafe { pair.write(from.local, to.remote.addr, to.remote.rkey) }
-                .map(drop)
-                .map_err(|e| e.to_string()),
+            Self::Verbs(pair) => {
+                unsafe { pair.write(from.local, addr, rkey) }.map(drop).map_err(|e| e.to_string())
+            }
         }
     }
 
-    /// # Safety
-    /// As for [`write`](Peer::write).
-    unsafe fn read(&mut self, into: &End<'_>, from: &End<'_>) -> Result<(), String> {
+    fn read(&mut self, into: &mut End<'_>, from: &End<'_>) -> Result<(), String> {
+        let RemoteBuf { addr, rkey, .. } = from.remote;
         match self {
-            Self::Soft(device) => soft_read(soft(device)?, into, from),
+            Self::Soft(device) => {
+                let soft = soft(device)?;
+                soft.check_local(&into.local, true)
+                    .and_then(|()| soft.read(rkey, addr, into.bytes))
+                    .map_err(|e| e.to_string())
+            }
             // SAFETY: as in `write`.
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
             Self::Verbs(pair) => {
-                unsafe { pair.read(into.local, from.remote.addr, from.remote.rkey) }
-                    .map(drop)
-                    .map_err(|e| e.to_string())
+                unsafe { pair.read(into.local, addr, rkey) }.map(drop).map_err(|e| e.to_string())
             }
         }
     }
@@ -108,4 +124,47 @@ impl Peer {
 
 fn soft(device: &Device) -> Result<&SoftDevice, String> {
     device.as_soft().ok_or_else(|| "not the software device".to_owned())
+}
+
+/// The eight bytes at a place: different from place to place and from seed to seed.
+fn word(seed: u64, index: usize) -> [u8; 8] {
+    (index as u64 + (seed << 48)).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()
+}
+
+fn fill(bytes: &mut [u8], seed: u64) {
+    for (i, chunk) in bytes.chunks_mut(8).enumerate() {
+        chunk.copy_from_slice(&word(seed, i)[..chunk.len()]);
+    }
+}
+
+/// Names the first eight bytes that are not as [`fill`] leaves them.
+fn compare(bytes: &[u8], seed: u64) -> Result<(), String> {
+    let wrong =
+        bytes.chunks(8).enumerate().find(|(i, chunk)| **chunk != word(seed, *i)[..chunk.len()]);
+    match wrong {
+        None => Ok(()),
+        Some((i, found)) => {
+            let expected = &word(seed, i)[..found.len()];
+            Err(format!("bytes at {} are {found:02x?}, expected {expected:02x?}", i * 8))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_byte_is_found_wherever_it_is() {
+        let mut bytes = [0; 61];
+        fill(&mut bytes, 3);
+        assert_eq!(compare(&bytes, 3), Ok(()));
+        assert!(compare(&bytes, 4).is_err());
+        for i in 0..bytes.len() {
+            bytes[i] ^= 1;
+            let e = compare(&bytes, 3).expect_err("spoilt");
+            assert!(e.starts_with(&format!("bytes at {} are", i / 8 * 8)), "{e}");
+            bytes[i] ^= 1;
+        }
+    }
 }

@@ -97,6 +97,8 @@ pub(crate) struct Environment {
     pub(crate) cpus: usize,
     /// `RLIMIT_MEMLOCK`, soft and hard; `None` is unlimited.
     pub(crate) memlock: [Option<u64>; 2],
+    /// Transparent hugepages: `always`, `madvise` or `never`.
+    pub(crate) thp: Option<String>,
 }
 
 impl Environment {
@@ -109,6 +111,7 @@ impl Environment {
             cpu: cpu_name(),
             cpus: std::thread::available_parallelism().map_or(1, usize::from),
             memlock: memlock_of(&limits),
+            thp: thp(),
         }
     }
 
@@ -136,6 +139,12 @@ fn cpu_name() -> String {
     name.unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }
 
+/// The setting in brackets is the one that holds.
+fn thp() -> Option<String> {
+    let all = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
+    Some(all.split_once('[')?.1.split_once(']')?.0.to_owned())
+}
+
 fn memlock_of(limits: &str) -> [Option<u64>; 2] {
     let line = limits.lines().find_map(|l| l.strip_prefix("Max locked memory")).unwrap_or_default();
     let mut values = line.split_whitespace().map(|v| v.parse().ok());
@@ -157,13 +166,14 @@ pub(crate) struct Progress {
     done: u64,
 }
 
-const STEPS: u64 = 100;
+/// A step is counted in hundredths.
+const PARTS: u64 = 100;
 
 impl Progress {
-    /// Starts to show progress over that many rows.
-    pub(crate) fn new(rows: usize) -> Self {
+    /// Starts to show progress over that many steps.
+    pub(crate) fn new(steps: usize) -> Self {
         let target = ProgressDrawTarget::stderr();
-        let bar = ProgressBar::with_draw_target(Some(rows as u64 * STEPS), target);
+        let bar = ProgressBar::with_draw_target(Some(steps as u64 * PARTS), target);
         if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3} %  {msg}") {
             bar.set_style(style);
         }
@@ -175,17 +185,17 @@ impl Progress {
         self.bar.set_message(what.into());
     }
 
-    /// Shows the share of the row that is done.
+    /// Shows the share of the step that is done.
     pub(crate) fn share(&self, share: f64) {
-        let step = (share.clamp(0.0, 1.0) * STEPS as f64) as u64;
-        if self.done + step > self.bar.position() {
-            self.bar.set_position(self.done + step);
+        let part = (share.clamp(0.0, 1.0) * PARTS as f64) as u64;
+        if self.done + part > self.bar.position() {
+            self.bar.set_position(self.done + part);
         }
     }
 
-    /// Ends a row.
-    pub(crate) fn row_done(&mut self) {
-        self.done += STEPS;
+    /// Ends a step.
+    pub(crate) fn step_done(&mut self) {
+        self.done += PARTS;
         self.bar.set_position(self.done);
     }
 }

@@ -37,6 +37,11 @@ impl Case {
         CASES.iter().find(|(c, _)| *c == self).map_or("", |(_, name)| name)
     }
 
+    /// What is measured apart from one another; most cases measure one thing.
+    pub(crate) fn ops(self) -> &'static [Option<&'static str>] {
+        if self == Self::Burst { &[Some("alloc"), Some("free")] } else { &[None] }
+    }
+
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         CASES.iter().find(|(_, n)| *n == name).map(|(c, _)| *c)
     }
@@ -106,8 +111,6 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 4] = [Self::Alloc, Self::Churn, Self::Handoff, Self::Threads];
-
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Alloc => "alloc",

@@ -1,0 +1,159 @@
+//! What a pool pins and gives back, as the kernel counts it:
+//! - `VmPin` rises by the capacity and is back where it was after the last handle and buffer;
+//! - a pool that fails half built has given everything back;
+//! - above the memlock limit, without privilege, the error has the numbers and nothing stays pinned
+//!   (B01).
+#![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+
+mod common;
+
+use std::{
+    env,
+    process::Command,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use common::{Registered, device, vm_pin};
+use pinpool::{Access, BuildError, PageSize, Pages, Pool};
+
+/// The counter is the whole process's, so one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn vm_pin_returns_to_where_it_was() {
+    let _alone = alone();
+    let device = device();
+    let start = vm_pin();
+    for pages in [Pages::Base, Pages::Require(PageSize::Huge2M)] {
+        let pool = Pool::builder()
+            .device(device.clone())
+            .capacity(20 << 20)
+            .arena_size(8 << 20)
+            .pages(pages)
+            .build()
+            .expect("build");
+        assert_eq!(pool.arenas().len(), 3);
+        assert_eq!(vm_pin() - start, 20 << 20, "{pages:?}");
+        let buf = pool.alloc(5000).expect("alloc");
+        drop(pool);
+        assert_eq!(vm_pin() - start, 20 << 20, "a live buffer keeps its arena");
+        drop(buf);
+        assert_eq!(vm_pin(), start, "{pages:?}");
+    }
+}
+
+#[test]
+fn a_pool_that_fails_half_built_leaves_nothing_pinned() {
+    let _alone = alone();
+    let device = device();
+    let start = vm_pin();
+    // One hugepage more than there are, in four arenas and a rest: only the last cannot be had.
+    let free = free_hugepages();
+    let arena = (free * HUGE / 4).next_power_of_two() / 2;
+    assert!(arena >= HUGE, "this test needs some 2 MiB hugepages, {free} are free");
+    let refused = Pool::builder()
+        .device(device)
+        .capacity((free + 1) * HUGE)
+        .arena_size(arena)
+        .pages(Pages::Require(PageSize::Huge2M))
+        .build()
+        .expect_err("more hugepages than there are");
+    match refused {
+        BuildError::Back { arena, free_pages, .. } => {
+            assert!(arena > 0, "some were registered by then");
+            assert!(free_pages.is_some(), "{refused:?}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!((vm_pin(), free_hugepages()), (start, free));
+}
+
+const HUGE: usize = 2 << 20;
+
+fn free_hugepages() -> usize {
+    let file = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+    std::fs::read_to_string(file).expect("hugepages").trim().parse().expect("a number")
+}
+
+const CHILD: &str = "PINPOOL_TEST_B01_CHILD";
+const LIMIT: u64 = 1 << 20;
+const ASKED: usize = 64 << 20;
+
+#[test]
+fn b01_a_small_memlock_limit_gives_the_numbers_and_leaves_nothing_pinned() {
+    if env::var_os(CHILD).is_some() {
+        return b01_unprivileged();
+    }
+    let _alone = alone();
+    device(); // fails here, not in the child, without one
+    let name = "b01_a_small_memlock_limit_gives_the_numbers_and_leaves_nothing_pinned";
+    let child = Command::new(env::current_exe().expect("own path"))
+        .args(["--exact", name, "--nocapture", "--test-threads=1"])
+        .env(CHILD, "1")
+        .output()
+        .expect("start");
+    let out = String::from_utf8_lossy(&child.stdout);
+    let err = String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success(), "{}\n{out}\n{err}", child.status);
+    assert!(out.contains("1 passed"), "the child ran the test: {out}");
+}
+
+/// Runs in a process of its own, for it gives up its rights for good.
+fn b01_unprivileged() {
+    // The device's file may be root's own, so open it first.
+    let device = device();
+    drop_privileges();
+    let start = vm_pin();
+
+    let refused = Pool::builder()
+        .device(device.clone())
+        .capacity(ASKED)
+        .pages(Pages::Base)
+        .build()
+        .expect_err("64 MiB exceed 1 MiB");
+    let text = refused.to_string();
+    match refused {
+        BuildError::Memlock { asked, pinned, soft, hard, .. } => {
+            assert_eq!((asked, pinned, soft, hard), (ASKED as u64, start, LIMIT, LIMIT));
+        }
+        other => panic!("{other:?}"),
+    }
+    for part in ["64 MiB", "1 MiB soft", "1 MiB hard", "RLIMIT_MEMLOCK", "ulimit -l"] {
+        assert!(text.contains(part), "{part:?} in {text}");
+    }
+    assert_eq!(vm_pin(), start);
+
+    // The device itself, asked past the pool's own check, says ENOMEM and keeps nothing either.
+    let e = Registered::try_new(&device, ASKED, Access::LOCAL_WRITE).err().expect("refused");
+    assert_eq!(e.raw_os_error(), Some(libc::ENOMEM), "{e}");
+    assert_eq!(vm_pin(), start);
+
+    // What fits, works: neither refusal used the limit up.
+    let pool = Pool::builder()
+        .device(device)
+        .capacity(512 << 10)
+        .pages(Pages::Base)
+        .build()
+        .expect("512 KiB fit");
+    assert_eq!(vm_pin() - start, 512 << 10);
+    drop(pool);
+    assert_eq!(vm_pin(), start);
+}
+
+fn drop_privileges() {
+    let limit = libc::rlimit { rlim_cur: LIMIT, rlim_max: LIMIT };
+    const NOBODY: libc::uid_t = 65534;
+    // SAFETY: `limit` is valid for the call; the others take numbers, and no list of groups.
+    unsafe {
+        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
+        if libc::geteuid() == 0 {
+            assert_eq!(libc::setgroups(0, std::ptr::null()), 0);
+            assert_eq!(libc::setgid(NOBODY), 0);
+            assert_eq!(libc::setuid(NOBODY), 0);
+        }
+        assert_ne!(libc::geteuid(), 0);
+    }
+}
