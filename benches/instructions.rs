@@ -80,17 +80,18 @@ fn local(pool: LocalPool) -> LocalPool {
 fn foreign() -> (Pool, Vec<Buf>, Vec<Buf>) {
     let pool = pool();
     let p = pool.clone();
-    let bufs = std::thread::spawn(move || {
-        (0..PAIRS).map(|_| p.alloc(4096).unwrap()).collect::<Vec<_>>()
-    })
-    .join()
-    .unwrap();
+    let bufs =
+        std::thread::spawn(move || (0..PAIRS).map(|_| p.alloc(4096).unwrap()).collect::<Vec<_>>())
+            .join()
+            .unwrap();
     let room = Vec::with_capacity(PAIRS as usize);
     (pool, bufs, room)
 }
 
 #[library_benchmark(config = gate(CROSS), setup = foreign)]
-fn cross_thread((pool, mut from, mut to): (Pool, Vec<Buf>, Vec<Buf>)) -> (Pool, Vec<Buf>, Vec<Buf>) {
+fn cross_thread(
+    (pool, mut from, mut to): (Pool, Vec<Buf>, Vec<Buf>),
+) -> (Pool, Vec<Buf>, Vec<Buf>) {
     for _ in 0..PAIRS {
         drop(from.pop());
     }

@@ -7,7 +7,7 @@ use crate::{
     buf::Buf,
     error::AllocError,
     magazine::ThreadGate,
-    pool::{Core, Pool},
+    pool::{Pool, PoolRef},
     size_class::{self, MAX_BLOCK},
     slab::Entry,
     thread,
@@ -32,7 +32,7 @@ use crate::{
 pub struct Batch {
     entries: Vec<Entry>,
     /// Whose the entries are; meaningful while there are any.
-    core: NonNull<Core>,
+    pool: PoolRef,
     len: usize,
     class: usize,
 }
@@ -45,7 +45,8 @@ unsafe impl Sync for Batch {}
 impl Batch {
     /// Makes an empty batch with room for `n` buffers; at least one.
     pub fn with_capacity(n: usize) -> Self {
-        Self { entries: Vec::with_capacity(n.max(1)), core: NonNull::dangling(), len: 0, class: 0 }
+        let pool = PoolRef { core: NonNull::dangling(), slot_offset: 0 };
+        Self { entries: Vec::with_capacity(n.max(1)), pool, len: 0, class: 0 }
     }
 
     /// How many buffers it holds.
@@ -64,10 +65,8 @@ impl Batch {
     }
 
     #[inline]
-    fn gate(core: NonNull<Core>) -> &'static ThreadGate {
-        // SAFETY: callers have a handle or buffers of the core, so it is alive; the gate is this
-        // thread's, lives as long as the thread, and the reference does not leave the calling function.
-        unsafe { &*thread::gate_at(core.as_ref().slot_offset) }
+    fn gate(&self) -> *const ThreadGate {
+        thread::gate_at(self.pool.slot_offset)
     }
 
     #[inline]
@@ -78,16 +77,17 @@ impl Batch {
         n: usize,
     ) -> Result<usize, AllocError> {
         let n = n.min(self.entries.capacity() - self.entries.len());
-        let same = self.core == pool.core_ptr() && self.len == len;
+        let same = self.pool == pool.inner() && self.len == len;
         if !same {
             // Another length or pool: what is held goes back first.
             self.free();
-            (self.core, self.len) = (pool.core_ptr(), len);
+            (self.pool, self.len) = (pool.inner(), len);
             self.class =
                 if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { 0 };
         }
         if len.wrapping_sub(1) < MAX_BLOCK {
-            let got = Self::gate(self.core).pop_many(self.class, n, &mut self.entries);
+            // SAFETY: this thread's own gate, which lives as long as the thread.
+            let got = unsafe { &*self.gate() }.pop_many(self.class, n, &mut self.entries);
             if got == n {
                 return Ok(n);
             }
@@ -106,14 +106,14 @@ impl Batch {
         mut got: usize,
     ) -> Result<usize, AllocError> {
         while got < n {
-            match pool.alloc_slow(len, 1) {
+            match pool.alloc_uncached(len, 1) {
                 Ok(buf) => {
                     let (entry, class) = buf.into_parts();
                     if got == 0 && self.entries.is_empty() {
                         self.class = class;
                     } else if class != self.class {
                         // The last pages of a full pool come as spans; a batch has one class.
-                        drop(Buf::new(self.core, entry, len, class));
+                        drop(Buf::new(self.pool, entry, len, class));
                         break;
                     }
                     self.entries.push(entry);
@@ -123,7 +123,9 @@ impl Batch {
                 Err(_) => break,
             }
             if self.class < size_class::CLASSES {
-                got += Self::gate(self.core).pop_many(self.class, n - got, &mut self.entries);
+                let gate = self.gate();
+                // SAFETY: as in `refill`.
+                got += unsafe { &*gate }.pop_many(self.class, n - got, &mut self.entries);
             }
         }
         Ok(got)
@@ -132,7 +134,7 @@ impl Batch {
     /// Takes one buffer out.
     pub fn pop(&mut self) -> Option<Buf> {
         let entry = self.entries.pop()?;
-        Some(Buf::new(self.core, entry, self.len, self.class))
+        Some(Buf::new(self.pool, entry, self.len, self.class))
     }
 
     /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
@@ -141,7 +143,7 @@ impl Batch {
         let length = u32::try_from(self.len).unwrap_or(u32::MAX);
         self.entries.iter().map(move |e| {
             // SAFETY: an entry is here, so its core is alive.
-            let addr = unsafe { self.core.as_ref() }.wire_addr(e.ptr);
+            let addr = unsafe { self.pool.core.as_ref() }.wire_addr(e.ptr);
             Sge { addr, length, lkey: e.keys.lkey() }
         })
     }
@@ -153,7 +155,9 @@ impl Batch {
             return;
         }
         // What the magazine has no room for goes one by one, through the slow path, which makes room.
-        Self::gate(self.core).push_many(self.class, &mut self.entries);
+        let gate = self.gate();
+        // SAFETY: this thread's own gate, which lives as long as the thread.
+        unsafe { &*gate }.push_many(self.class, &mut self.entries);
         if !self.entries.is_empty() {
             self.free_slow();
         }
@@ -165,7 +169,9 @@ impl Batch {
         while let Some(buf) = self.pop() {
             drop(buf);
             if !self.entries.is_empty() {
-                Self::gate(self.core).push_many(self.class, &mut self.entries);
+                let gate = self.gate();
+                // SAFETY: as in `free`.
+                unsafe { &*gate }.push_many(self.class, &mut self.entries);
             }
         }
     }

@@ -11,7 +11,7 @@ use std::{
 
 use crate::{
     access::{Keys, LKey, RemoteBuf, Sge},
-    pool::Core,
+    pool::{Core, PoolRef},
     slab::Entry,
     thread,
 };
@@ -32,6 +32,8 @@ pub struct Buf {
     len: usize,
     core: NonNull<Core>,
     class: u32,
+    /// The core's, here so that a free need not look there.
+    slot_offset: u32,
     _owns: PhantomData<[u8]>,
 }
 
@@ -44,8 +46,9 @@ unsafe impl Sync for Buf {}
 impl Buf {
     /// Makes the handle of a block that was just taken from `core`.
     #[inline(always)]
-    pub(crate) fn new(core: NonNull<Core>, entry: Entry, len: usize, class: usize) -> Self {
-        Self { entry, len, core, class: class as u32, _owns: PhantomData }
+    pub(crate) fn new(pool: PoolRef, entry: Entry, len: usize, class: usize) -> Self {
+        let PoolRef { core, slot_offset } = pool;
+        Self { entry, len, core, class: class as u32, slot_offset, _owns: PhantomData }
     }
 
     #[inline(always)]
@@ -173,14 +176,12 @@ impl Buf {
 impl Drop for Buf {
     #[inline]
     fn drop(&mut self) {
-        let core = self.core;
         let class = self.class as usize;
-        // SAFETY: this buffer is live until it has been pushed, and its core with it.
-        let gate = thread::gate_at(unsafe { core.as_ref() }.slot_offset);
         // SAFETY: `gate_at` gives this thread's own gate, which lives as long as the thread.
-        if !unsafe { &*gate }.push(class, self.entry) {
+        let gate = unsafe { &*thread::gate_at(self.slot_offset) };
+        if !gate.push(class, self.entry) {
             // SAFETY: not pushed, so this buffer is still live, and its core with it.
-            unsafe { Core::free_slow(core, self.entry, class) };
+            unsafe { Core::free_slow(self.core, self.entry, class) };
         }
     }
 }

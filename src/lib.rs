@@ -101,3 +101,8 @@ pub use crate::{
     pool::Pool,
     stats::{ClassStats, Stats},
 };
+
+/// The examples of the README, compiled and run.
+#[cfg(all(doctest, not(loom)))]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,8 +6,7 @@ use crate::{
     buf::Buf,
     error::AllocError,
     magazine::ThreadGate,
-    pool::Pool,
-    size_class::{self, MAX_BLOCK},
+    pool::{Core, Pool, PoolRef},
     thread,
 };
 
@@ -29,7 +28,7 @@ pub struct LocalPool {
 
 impl LocalPool {
     pub(crate) fn new(pool: Pool) -> Self {
-        let gate = pool.gate();
+        let gate = thread::gate_at(pool.inner().slot_offset);
         Self { pool, gate }
     }
 
@@ -39,28 +38,23 @@ impl LocalPool {
     /// As [`Pool::alloc`].
     #[inline]
     pub fn alloc(&self, len: usize) -> Result<Buf, AllocError> {
-        if len.wrapping_sub(1) < MAX_BLOCK {
-            let class = size_class::class_of(len);
-            // SAFETY: made on this thread and not `Send`, so the gate is this thread's own and alive.
-            if let Some(entry) = unsafe { &*self.gate }.pop(class) {
-                return Ok(Buf::new(self.pool.core_ptr(), entry, len, class));
-            }
-        }
-        self.pool.alloc_slow(len, 1)
+        // Made on this thread and not `Send`, so the gate is this thread's own.
+        self.pool.alloc_through(self.gate, len)
     }
 
     /// Frees a buffer without looking for the thread's magazines; the same as dropping it, a little
     /// faster. A buffer of another pool is simply dropped.
     #[inline]
     pub fn free(&self, buf: Buf) {
-        if !buf.belongs_to(self.pool.core_ptr()) {
+        let PoolRef { core, .. } = self.pool.inner();
+        if !buf.belongs_to(core) {
             return;
         }
         let (entry, class) = buf.into_parts();
-        // SAFETY: as in `alloc`.
+        // SAFETY: made on this thread and not `Send`, so the gate is this thread's own and alive.
         if !unsafe { &*self.gate }.push(class, entry) {
             // SAFETY: a block of this very pool, given up by its handle and not pushed.
-            unsafe { crate::pool::Core::free_slow(self.pool.core_ptr(), entry, class) };
+            unsafe { Core::free_slow(core, entry, class) };
         }
     }
 
@@ -73,12 +67,5 @@ impl LocalPool {
 impl fmt::Debug for LocalPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("LocalPool").field(&self.pool).finish()
-    }
-}
-
-impl Pool {
-    pub(crate) fn gate(&self) -> *const ThreadGate {
-        // SAFETY: the core lives while this handle does.
-        thread::gate_at(unsafe { self.core_ptr().as_ref() }.slot_offset)
     }
 }

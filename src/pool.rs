@@ -21,7 +21,7 @@ use std::{
 use parking_lot::Mutex;
 
 use crate::{
-    access::{Access, Keys},
+    access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas, Leftover},
     batch::Batch,
     buf::Buf,
@@ -29,7 +29,7 @@ use crate::{
     depot::{Depot, Limits},
     error::{AllocError, BuildError, CloseError, Exhausted, FreeError},
     local::LocalPool,
-    magazine::Local,
+    magazine::{Local, ThreadGate},
     page_map::PageMap,
     size_class::{self, CLASSES, MAX_BLOCK, MAX_SLAB_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given, Slabs},
@@ -45,7 +45,7 @@ use crate::{
 /// writes to them after the pool was built.
 #[repr(C)]
 pub(crate) struct Core {
-    pub(crate) slot_offset: usize,
+    pub(crate) slot_offset: u32,
     /// Applied to an address to get the one on the wire: all ones, or an arena's offset mask.
     wire_mask: u64,
     pub(crate) remote: bool,
@@ -151,45 +151,54 @@ impl Core {
 // --- alloc --------------------------------------------------------------------------------------
 
 impl Core {
-    /// Everything that the magazine at hand could not serve: any length, any alignment.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn alloc_slow(
-        &self,
-        len: usize,
-        align: usize,
-    ) -> Result<(Entry, usize), AllocError> {
-        if self.foreign() {
-            let this = limits::process_id();
-            return Err(AllocError::ForeignProcess { owner: self.process, this });
+    /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
+    /// see [`refusal`](Core::refusal).
+    pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        if self.foreign() || self.out_of_range(len, align).is_some() {
+            return None;
         }
-        let max = self.slabs.max_len();
-        if len > max {
-            return Err(AllocError::TooLarge { asked: len, max });
-        }
-        if !align.is_power_of_two() || align > max {
-            return Err(AllocError::Alignment { asked: align, max: 1 << max.ilog2() });
-        }
-        let class = match align {
-            0..=PAGE => size_class::class_of_aligned(len.max(1), align),
-            _ => SPAN_CLASS,
-        };
-        // Blocks of coloured slabs keep no more than a line's alignment.
-        let coloured = self.slabs.serves(class) && {
-            let stride = self.slabs.stride(class);
-            align > size_class::align_of(stride)
-        };
-        let class = if coloured || !self.slabs.serves(class) { SPAN_CLASS } else { class };
+        let class = self.class_for(len, align);
         let cached = if class < CLASSES {
             self.alloc_cached(class)
         } else {
             self.consolidate(len);
             None
         };
-        cached
-            .map(|e| (e, class))
-            .or_else(|| self.alloc_shared(class, len, align))
-            .ok_or_else(|| self.exhausted(len, class))
+        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(class, len, align))
+    }
+
+    /// What no pool like this one can ever serve.
+    fn out_of_range(&self, len: usize, align: usize) -> Option<AllocError> {
+        let max = self.slabs.max_len();
+        if len > max {
+            return Some(AllocError::TooLarge { asked: len, max });
+        }
+        let bad = !align.is_power_of_two() || align > max;
+        bad.then(|| AllocError::Alignment { asked: align, max: 1 << max.ilog2() })
+    }
+
+    /// The class whose blocks hold `len` bytes so aligned, or a span's.
+    fn class_for(&self, len: usize, align: usize) -> usize {
+        if align > PAGE {
+            return SPAN_CLASS;
+        }
+        let class = size_class::class_of_aligned(len.max(1), align);
+        // Blocks of coloured slabs keep no more than a line's alignment.
+        let fits = self.slabs.serves(class)
+            && align <= size_class::align_of(self.slabs.stride(class)).max(1);
+        if fits { class } else { SPAN_CLASS }
+    }
+
+    /// Why [`alloc_slow`](Core::alloc_slow) gave nothing.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn refusal(&self, len: usize, align: usize) -> AllocError {
+        if self.foreign() {
+            let this = limits::process_id();
+            return AllocError::ForeignProcess { owner: self.process, this };
+        }
+        self.out_of_range(len, align)
+            .unwrap_or_else(|| self.exhausted(len, self.class_for(len, align)))
     }
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
@@ -461,7 +470,39 @@ impl Core {
 ///
 /// The arenas live until the last handle and the last buffer are gone, in any order and on any thread.
 pub struct Pool {
-    core: NonNull<Core>,
+    inner: PoolRef,
+}
+
+/// Where a pool is and where its gates are: what a handle and a buffer need on the hot path. Owns nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PoolRef {
+    pub(crate) core: NonNull<Core>,
+    pub(crate) slot_offset: u32,
+}
+
+/// A block and its class in two words, so that the slow path answers in registers and the fast path need
+/// not go through memory to meet it. 0 in the first word is none.
+#[derive(Clone, Copy)]
+struct Answer(u64, u64);
+
+impl Answer {
+    const NONE: Self = Self(0, 0);
+    /// User addresses have 47 bits unless more are asked for, which no mapping here does.
+    const CLASS_SHIFT: u32 = 56;
+
+    fn new(entry: Entry, class: usize) -> Self {
+        let addr = entry.ptr.as_ptr() as u64;
+        debug_assert_eq!(addr >> Self::CLASS_SHIFT, 0);
+        Self(addr | (class as u64) << Self::CLASS_SHIFT, entry.keys.word())
+    }
+
+    #[inline(always)]
+    fn get(self) -> Option<(Entry, usize)> {
+        let addr = self.0 & ((1 << Self::CLASS_SHIFT) - 1);
+        let ptr = NonNull::new(addr as *mut u8)?;
+        let keys = PackedKeys::from_word(self.1);
+        Some((Entry { ptr, keys }, (self.0 >> Self::CLASS_SHIFT) as usize))
+    }
 }
 
 // SAFETY: a handle leads to a `Core`, all of whose shared parts are atomic or locked, and whose
@@ -473,7 +514,7 @@ unsafe impl Sync for Pool {}
 impl Clone for Pool {
     fn clone(&self) -> Self {
         self.core().handles.fetch_add(1, Relaxed);
-        Self { core: self.core }
+        Self { inner: self.inner }
     }
 }
 
@@ -482,7 +523,7 @@ impl Drop for Pool {
         // Release what this handle did, acquire what the others did.
         if self.core().handles.fetch_sub(1, AcqRel) == 1 {
             // SAFETY: the count says that this was the last handle.
-            unsafe { Core::close(self.core) };
+            unsafe { Core::close(self.inner.core) };
         }
     }
 }
@@ -504,17 +545,21 @@ impl Pool {
     }
 
     pub(crate) fn from_plan(plan: Plan) -> Result<Self, BuildError> {
-        Ok(Self { core: Core::build(plan)? })
+        let core = Core::build(plan)?;
+        // SAFETY: built just now, with this handle counted.
+        let slot_offset = unsafe { core.as_ref() }.slot_offset;
+        Ok(Self { inner: PoolRef { core, slot_offset } })
     }
 
     #[inline(always)]
     fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
-        unsafe { self.core.as_ref() }
+        unsafe { self.inner.core.as_ref() }
     }
 
-    pub(crate) fn core_ptr(&self) -> NonNull<Core> {
-        self.core
+    #[inline(always)]
+    pub(crate) fn inner(&self) -> PoolRef {
+        self.inner
     }
 
     /// Allocates a buffer of `len` bytes, 64-byte aligned, on whole pages' alignment if its block is a
@@ -527,22 +572,46 @@ impl Pool {
     /// when nothing is left, in other threads' caches neither.
     #[inline]
     pub fn alloc(&self, len: usize) -> Result<Buf, AllocError> {
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let gate = unsafe { &*thread::gate_at(self.core().slot_offset) };
+        self.alloc_through(thread::gate_at(self.inner.slot_offset), len)
+    }
+
+    /// `gate` is this thread's for this pool.
+    #[inline(always)]
+    pub(crate) fn alloc_through(
+        &self,
+        gate: *const ThreadGate,
+        len: usize,
+    ) -> Result<Buf, AllocError> {
+        let mut class = size_class::class_of(len);
+        let mut entry = None;
         if len.wrapping_sub(1) < MAX_BLOCK {
-            let class = size_class::class_of(len);
-            if let Some(entry) = gate.pop(class) {
-                return Ok(Buf::new(self.core, entry, len, class));
+            // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
+            entry = unsafe { &*gate }.pop(class);
+        }
+        if entry.is_none() {
+            if let Some((slow, slow_class)) = self.alloc_slow(len, 1).get() {
+                (entry, class) = (Some(slow), slow_class);
             }
         }
-        self.alloc_slow(len, 1)
+        match entry {
+            Some(entry) => Ok(Buf::new(self.inner, entry, len, class)),
+            None => Err(self.core().refusal(len, 1)),
+        }
     }
 
     #[cold]
     #[inline(never)]
-    pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Result<Buf, AllocError> {
-        let (entry, class) = self.core().alloc_slow(len, align)?;
-        Ok(Buf::new(self.core, entry, len, class))
+    fn alloc_slow(&self, len: usize, align: usize) -> Answer {
+        let got = self.core().alloc_slow(len, align);
+        got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class))
+    }
+
+    /// The slow path alone, for callers that have been at the magazine already.
+    pub(crate) fn alloc_uncached(&self, len: usize, align: usize) -> Result<Buf, AllocError> {
+        match self.core().alloc_slow(len, align) {
+            Some((entry, class)) => Ok(Buf::new(self.inner, entry, len, class)),
+            None => Err(self.core().refusal(len, align)),
+        }
     }
 
     /// Allocates a buffer of `len` zero bytes.
@@ -563,7 +632,7 @@ impl Pool {
         if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
         }
-        self.alloc_slow(layout.size(), layout.align())
+        self.alloc_uncached(layout.size(), layout.align())
     }
 
     /// Adds up to `n` buffers of `len` bytes to a batch, without allocating; returns how many there
@@ -609,7 +678,7 @@ impl Pool {
         let core = self.core();
         let (entry, class) = core.slabs.clear_out(ptr as usize)?;
         let len = core.slabs.block_len(entry.ptr, class);
-        Ok(Buf::new(self.core, entry, len, class))
+        Ok(Buf::new(self.inner, entry, len, class))
     }
 
     /// Frees what [`Buf::into_raw`] gave up.
@@ -670,9 +739,9 @@ impl Pool {
             return Err(CloseError::Shared(before - 1));
         }
         // SAFETY: the core is alive until `close` below; this keeps its memory for the books after it.
-        let core = unsafe { Core::keep(this.core) };
+        let core = unsafe { Core::keep(this.inner.core) };
         // SAFETY: the count said that this was the last handle, and its `Drop` does not run.
-        let left = unsafe { Core::close(this.core) };
+        let left = unsafe { Core::close(this.inner.core) };
         match left {
             Some(Leftover { arenas, bytes, first: Some(first) }) => {
                 Err(CloseError::Deregister { arenas, bytes, first })

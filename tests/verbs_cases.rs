@@ -1,6 +1,7 @@
 //! Cases from the field that need a device and no process of their own: which rights reach it (B09).
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
+#[path = "common/verbs.rs"]
 mod common;
 
 use common::{check, device, fill};

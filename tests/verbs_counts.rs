@@ -5,6 +5,7 @@
 
 #[path = "common/calls.rs"]
 mod calls;
+#[path = "common/verbs.rs"]
 mod common;
 
 use std::{

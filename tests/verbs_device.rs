@@ -6,6 +6,7 @@
 //! - a lent PD is used and not freed.
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
+#[path = "common/verbs.rs"]
 mod common;
 
 use std::time::Duration;

@@ -5,6 +5,7 @@
 //!   (B01).
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
+#[path = "common/verbs.rs"]
 mod common;
 
 use std::{

@@ -5,6 +5,7 @@
 //! - the same through the local key.
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
+#[path = "common/verbs.rs"]
 mod common;
 
 use common::{check, device, fill, guessed_rkey};

@@ -6,6 +6,7 @@
 //! - also through a lent PD, and between two pools on one device.
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
+#[path = "common/verbs.rs"]
 mod common;
 
 use common::{check, device, fill, pattern, same};

@@ -4,10 +4,8 @@
 
 mod alloc;
 mod contest;
-mod peer;
 mod registration;
 pub(crate) mod report;
-mod sides;
 
 use std::{
     process,

@@ -4,7 +4,7 @@
 
 use std::cell::OnceCell;
 
-use pinpool::{Access, Buf, Device, Pages, PageSize, Pool};
+use pinpool::{Access, Buf, Device, PageSize, Pages, Pool};
 
 /// Built as far as it is asked for.
 pub(crate) struct Bed {

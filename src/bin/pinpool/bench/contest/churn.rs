@@ -3,6 +3,7 @@
 use super::{
     contender::{Handle, out},
     measure::Timed,
+    opaque::unknown,
     random::Random,
     spec::{CHURN, Spec},
 };
@@ -39,9 +40,9 @@ impl<H: Handle> Timed for Churn<H> {
             let slot = &mut self.live[(bits >> 54) as usize % CHURN];
             let size = self.sizes[(bits >> 42) as usize % SIZES];
             if let Some((held, size)) = slot.take() {
-                self.handle.put(held, size as usize);
+                self.handle.put(held, unknown(size as usize));
             }
-            *slot = Some((out(&mut self.handle, size as usize), size));
+            *slot = Some((out(&mut self.handle, unknown(size as usize)), size));
         }
     }
 }

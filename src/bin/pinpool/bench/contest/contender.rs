@@ -51,9 +51,10 @@ pub(crate) trait Handle: Sized {
 #[inline(always)]
 pub(crate) fn out<H: Handle>(handle: &mut H, bytes: usize) -> H::Held {
     let Some(held) = handle.take(bytes) else { dry() };
-    H::show(&held);
     // SAFETY: the buffer is ours and at least one byte long.
     unsafe { H::addr(&held).write(1) };
+    // After the write: whoever is shown the address might read it, so that it must be there.
+    H::show(&held);
     held
 }
 

@@ -75,7 +75,7 @@ impl Handle for OwnedVecHandle {
     /// list outlasts one loop.
     #[inline(always)]
     fn begin(&mut self) {
-        keep_addr(&raw mut self.free);
+        keep_addr(&self.free);
     }
 
     #[inline(always)]
@@ -141,6 +141,11 @@ impl Handle for TlsVecHandle {
         let (borrowed, free) = shared.borrow()?;
         with_free(|list| *list = free);
         Ok(Self { _borrowed: borrowed })
+    }
+
+    #[inline(always)]
+    fn begin(&mut self) {
+        with_free(|list| keep_addr(list));
     }
 
     #[inline(always)]

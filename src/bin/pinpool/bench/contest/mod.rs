@@ -80,7 +80,10 @@ impl Options {
             groups.iter().flat_map(|g| g.specs()).map(|s| s.case.name()).collect();
         cases.dedup();
         if let Some(bad) = self.cases.iter().find(|c| !cases.contains(&c.as_str())) {
-            return Err(format!("there is no case {bad:?} in this bench; there are {}", list(&cases)));
+            return Err(format!(
+                "there is no case {bad:?} in this bench; there are {}",
+                list(&cases)
+            ));
         }
         match self.reps {
             0 => Err("at least one repetition must be asked for".to_owned()),
@@ -122,17 +125,18 @@ pub(crate) fn run(
     for (name, ..) in absent {
         report.left_out(name, None, "built without the feature `rivals`");
     }
-    let specs: Vec<(Group, Spec)> =
-        groups.iter().flat_map(|&group| group.specs().into_iter().map(move |s| (group, s))).collect();
+    let specs: Vec<(Group, Spec)> = groups
+        .iter()
+        .flat_map(|&group| group.specs().into_iter().map(move |s| (group, s)))
+        .collect();
     let wanted = |spec: &Spec| {
         options.cases.is_empty() || options.cases.iter().any(|c| c == spec.case.name())
     };
     let specs: Vec<_> = specs.into_iter().filter(|(_, spec)| wanted(spec)).collect();
     let mut worker = None;
     for (i, (group, spec)) in specs.iter().enumerate() {
-        let mut step = |share: f64| {
-            progress(&report::title(spec), (i as f64 + share) / specs.len() as f64)
-        };
+        let mut step =
+            |share: f64| progress(&report::title(spec), (i as f64 + share) / specs.len() as f64);
         if !step(0.0) {
             return Ok(None);
         }
@@ -235,7 +239,8 @@ fn time_all(
             }
             let entry = &mut entries[(round + turn) % n];
             let rep = entry.runner.rep();
-            let rep = rep.map_err(|e| format!("{}, {}: {e}", contest.spec.case.name(), entry.name))?;
+            let rep =
+                rep.map_err(|e| format!("{}, {}: {e}", contest.spec.case.name(), entry.name))?;
             if round > 0 {
                 entry.reps.push(rep);
             }

@@ -29,7 +29,9 @@ pub(crate) fn keep_addr<T: ?Sized>(addr: *const T) {
     std::hint::black_box(addr);
 }
 
-/// The same number, but the compiler no longer knows which, nor that it is the one of last time.
+/// The same number, but the compiler no longer knows which, nor that it is the one of last time. Stands
+/// for the code that lies between two calls of an allocator: what the one left in memory, the next must
+/// load again, and a push and the pop after it are not melted into one.
 #[inline(always)]
 pub(crate) fn unknown(n: usize) -> usize {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -37,7 +39,7 @@ pub(crate) fn unknown(n: usize) -> usize {
         let mut n = n;
         // SAFETY: no instruction at all.
         unsafe {
-            std::arch::asm!("/* {0} */", inout(reg) n, options(nomem, nostack, preserves_flags));
+            std::arch::asm!("/* {0} */", inout(reg) n, options(nostack, preserves_flags));
         }
         n
     }

@@ -79,7 +79,9 @@ pub(crate) fn title(spec: &Spec) -> String {
     };
     let name = spec.case.name();
     let what = match spec.case {
-        Case::Pair if spec.threads > 1 => return format!("{name}, {size}, {} threads", spec.threads),
+        Case::Pair if spec.threads > 1 => {
+            return format!("{name}, {size}, {} threads", spec.threads);
+        }
         Case::Pair => "one buffer out and back",
         Case::BatchLifo => "64 out, 64 back, the last first",
         Case::BatchRandom => "64 out, 64 back in random order",
@@ -124,7 +126,8 @@ impl Report {
 
     /// The result as one object.
     pub(crate) fn json(&self) -> Json {
-        let left_out = |l: &LeftOut| json!({"contender": l.contender, "case": l.case, "why": l.why});
+        let left_out =
+            |l: &LeftOut| json!({"contender": l.contender, "case": l.case, "why": l.why});
         json!({
             "bench": self.bench,
             "kernel": cpu::kernel(),
@@ -324,7 +327,6 @@ fn aligned(lines: &[Vec<String>]) -> String {
     }
     text
 }
-
 
 #[cfg(test)]
 mod tests {

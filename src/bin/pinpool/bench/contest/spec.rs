@@ -137,9 +137,9 @@ impl Group {
             .concat(),
             Self::Handoff => each(Case::Handoff, &[4 * KIB]),
             Self::Churn => vec![Spec { bytes_max: 256 * KIB, ..Spec::of(Case::Churn, 256) }],
-            Self::Threads => [1, 2, 16]
-                .map(|threads| Spec { threads, ..Spec::of(Case::Pair, 4 * KIB) })
-                .to_vec(),
+            Self::Threads => {
+                [1, 2, 16].map(|threads| Spec { threads, ..Spec::of(Case::Pair, 4 * KIB) }).to_vec()
+            }
         }
     }
 }

@@ -24,6 +24,9 @@ use super::peer::{End, Peer};
 pub(crate) const ACCESS: Access =
     Access::LOCAL_WRITE.union(Access::REMOTE_WRITE).union(Access::REMOTE_READ);
 
+/// Buffers are whole multiples of this.
+pub(crate) const GRANULE: usize = 4 << 10;
+
 /// Counts what reaches a device. Clones share the counts.
 #[derive(Clone)]
 pub(crate) struct Counting {
@@ -149,7 +152,7 @@ impl PerCall {
     fn request(&self, len: usize) -> MrRequest {
         let page_size = match self.arena.page_size {
             huge if len.is_multiple_of(huge) => huge,
-            _ => super::registration::GRANULE,
+            _ => GRANULE,
         };
         MrRequest { addr: self.arena.addr, len, page_size, access: ACCESS }
     }

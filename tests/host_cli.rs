@@ -1,0 +1,183 @@
+//! The command line on the software device:
+//! - an unfit call is answered with one sentence on stderr and exit code 2;
+//! - the registration bench prints one JSON object, or a table fit for a pipe, and nothing else;
+//! - failed calls are counted and not timed, and end in exit code 1;
+//! - an interrupt ends it, with a message and nothing on stdout.
+#![cfg(feature = "cli")]
+
+mod cli;
+
+use std::{
+    fs, io,
+    os::unix::process::CommandExt,
+    process::{Child, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use cli::{Left, check_registration, pinpool, run};
+use serde_json::Value;
+
+/// A registration bench on the software device, short, with more arguments.
+fn soft<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let short = ["bench", "registration", "--soft", "--row-seconds", "0.2"];
+    [&short[..], more].concat()
+}
+
+#[test]
+fn unfit_calls_are_answered_with_one_sentence() {
+    for (args, what) in [
+        (&["frobnicate"][..], "'frobnicate'"),
+        (&["bench", "frobnicate"], "'frobnicate'"),
+        (&["bench", "registration", "--frobnicate"], "'--frobnicate'"),
+        (&["bench", "registration", "--soft", "extra"], "'extra'"),
+        (&["bench", "registration", "--soft", "--device", "rxe0"], "--soft"),
+        (&soft(&["--sizes", "2K"]), "4 KiB to 64 MiB"),
+        (&soft(&["--sizes", "0"]), "4 KiB to 64 MiB"),
+        (&soft(&["--sizes", "4K,65M"]), "4 KiB to 64 MiB"),
+        (&soft(&["--sizes", "99999999999999999999G"]), "4 KiB to 64 MiB"),
+        (&soft(&["--sizes", "5000"]), "multiple of 4 KiB"),
+        (&soft(&["--sizes", "64Q"]), "64Q"),
+        (&soft(&["--sizes", "-4K"]), "-4"),
+        (&soft(&["--sizes", ""]), "--sizes"),
+        (&soft(&["--samples", "0"]), "--samples"),
+        (&["bench", "registration", "--soft", "--row-seconds", "NaN"], "NaN"),
+        (&soft(&["--pages", "3M"]), "3M"),
+    ] {
+        run(args).refused(what);
+    }
+}
+
+#[test]
+fn a_device_that_is_not_there_is_never_replaced() {
+    run(&["bench", "registration", "--device", "no-such-device"]).refused("no-such-device");
+}
+
+#[test]
+fn help_states_the_method_and_its_bias() {
+    let left = run(&["bench", "registration", "--help"]);
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    for word in ["Method:", "Bias:", "--json", "--sizes"] {
+        assert!(left.stdout.contains(word), "{word}");
+    }
+}
+
+#[test]
+fn json_is_one_object_and_all_of_stdout() {
+    // Given out of order and twice.
+    let left = run(&soft(&["--json", "--sizes", "1M,4K,4096,64KiB"]));
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    let v = left.object();
+    check_registration(&v, &[4 << 10, 64 << 10, 1 << 20]);
+    assert_eq!((v["device"].as_str(), v["transport"].as_str()), (Some("soft"), Some("soft")));
+    assert_eq!(v["after"]["mrs"], 0);
+    assert_eq!(v["arenas"], 1);
+}
+
+#[test]
+fn the_table_is_fit_for_a_pipe() {
+    let left = run(&soft(&["--sizes", "4K,64K"]));
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    assert!(!left.stdout.contains(['\x1b', '\r']), "{:?}", left.stdout);
+    let row = |size: &str| left.stdout.lines().find(|l| l.trim_start().starts_with(size));
+    for size in ["4 KiB", "64 KiB"] {
+        assert!(row(size).is_some_and(|l| l.ends_with(" 0")), "{}", left.stdout);
+    }
+    for word in ["soft", "kernel", "memlock", "fork", "pages", "map", "fault in", "register"] {
+        assert!(left.stdout.contains(word), "{word} in {}", left.stdout);
+    }
+    assert!(left.stdout.lines().skip(8).all(|l| l.chars().count() <= 100), "{}", left.stdout);
+}
+
+#[test]
+fn b36_mapping_faulting_in_and_registering_are_timed_apart() {
+    let v = run(&soft(&["--json", "--sizes", "4K,1M"])).object();
+    for part in ["map_ns", "fault_in_ns", "register_ns"] {
+        assert!(v["pool"][part].as_u64().is_some_and(|ns| ns > 0), "{part}: {}", v["pool"]);
+    }
+    // The other side's memory was brought up in the same way, on the same pages, before it was timed.
+    assert!(v["per_call"]["fault_in_ns"].as_u64().is_some_and(|ns| ns > 0), "{}", v["per_call"]);
+    assert_eq!(v["per_call"]["page_size"], v["page_size"]);
+}
+
+/// Has the child live with so much locked memory, whoever runs it.
+fn limit_memlock(command: &mut std::process::Command, bytes: u64) {
+    let limit = move || {
+        let r = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+        // SAFETY: two system calls with plain arguments, allowed between fork and exec. The first takes
+        // the right to exceed the limit from a root user's child; others lack it, and may not do this.
+        let done = unsafe {
+            libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
+            libc::setrlimit(libc::RLIMIT_MEMLOCK, &r)
+        };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: `limit` neither allocates nor locks.
+    unsafe { command.pre_exec(limit) };
+}
+
+#[test]
+fn failed_calls_are_counted_and_not_timed() {
+    // Enough for the pool of 2 MiB and for 4 KiB beside it, not for 1 MiB.
+    let mut command = pinpool(&soft(&["--json", "--sizes", "4K,1M"]));
+    limit_memlock(&mut command, (2 << 20) + (512 << 10));
+    let left = Left::from(command.output().expect("run"));
+    assert_eq!(left.code, Some(1), "{}", left.stderr);
+    let v = left.object();
+    let [good, bad] = &v["rows"].as_array().expect("rows")[..] else { panic!("{v}") };
+    assert_eq!((&good["errors"], &good["verified"]), (&0.into(), &true.into()));
+    assert!(good["ratio"].as_f64().is_some_and(|r| r > 0.0));
+    assert!(bad["errors"].as_u64().is_some_and(|n| n > 0), "{bad}");
+    assert_eq!(bad["verified"], false);
+    for key in ["per_call_ns", "pool_ns", "ratio"] {
+        assert_eq!(bad[key], Value::Null, "{bad}");
+    }
+    assert_eq!(v["before"], v["after"]);
+    assert!(left.stderr.contains("1 MiB") && left.stderr.contains("mlock"), "{}", left.stderr);
+}
+
+#[test]
+fn a_pool_that_cannot_be_built_is_a_failure_with_its_numbers() {
+    let mut command = pinpool(&soft(&["--json", "--sizes", "4M"]));
+    limit_memlock(&mut command, 1 << 20);
+    let left = Left::from(command.output().expect("run"));
+    assert_eq!((left.code, left.stdout.as_str()), (Some(1), ""));
+    for number in ["8 MiB", "1 MiB", "RLIMIT_MEMLOCK"] {
+        assert!(left.stderr.contains(number), "{number} in {}", left.stderr);
+    }
+}
+
+#[test]
+fn a_result_that_cannot_be_written_is_a_failure() {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("open");
+    let mut command = pinpool(&soft(&["--json", "--sizes", "4K"]));
+    let left = Left::from(command.stdout(full).output().expect("run"));
+    assert_eq!(left.code, Some(1));
+    assert!(left.stderr.contains("stdout"), "{}", left.stderr);
+}
+
+#[test]
+fn an_interrupt_ends_it_with_a_message_and_no_result() {
+    let long = ["bench", "registration", "--soft", "--sizes", "4K,64K", "--json"];
+    let mut command =
+        pinpool(&[&long[..], &["--row-seconds", "3600", "--samples", "100000"]].concat());
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("spawn");
+    wait_until_it_has_locked_memory(&child);
+    // SAFETY: signals the child just made, which has not been waited for.
+    assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
+    let left = Left::from(child.wait_with_output().expect("wait"));
+    assert_eq!((left.code, left.stdout.as_str()), (Some(130), ""));
+    assert!(left.stderr.contains("interrupted"), "{}", left.stderr);
+    assert_eq!(left.stderr.lines().count(), 1, "{}", left.stderr);
+}
+
+/// By then it has its handler and is not far from the first sample.
+fn wait_until_it_has_locked_memory(child: &Child) {
+    let start = Instant::now();
+    let status = format!("/proc/{}/status", child.id());
+    let locked = |s: &str| s.lines().any(|l| l.starts_with("VmLck:") && !l.ends_with(" 0 kB"));
+    while !fs::read_to_string(&status).is_ok_and(|s| locked(&s)) {
+        assert!(start.elapsed() < Duration::from_secs(60), "it does not come up");
+        thread::sleep(Duration::from_millis(10));
+    }
+}

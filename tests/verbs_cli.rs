@@ -1,0 +1,46 @@
+//! The command line on a verbs device: the registration bench end to end, small.
+#![cfg(all(feature = "cli", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+
+mod cli;
+
+use cli::{check_registration, run};
+use pinpool::Device;
+
+fn first_device() -> String {
+    let device = Device::first();
+    device.unwrap_or_else(|e| panic!("this test needs a verbs device: {e}")).info().name
+}
+
+const BENCH: [&str; 7] =
+    ["bench", "registration", "--json", "--sizes", "4K,2M", "--row-seconds", "0.3"];
+const SIZES: [u64; 2] = [4 << 10, 2 << 20];
+
+#[test]
+fn the_bench_runs_on_the_first_device_and_gives_everything_back() {
+    let left = run(&BENCH);
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""), "{}", left.stdout);
+    let v = left.object();
+    check_registration(&v, &SIZES);
+    assert_eq!(v["device"], first_device());
+    assert_ne!(v["transport"], "soft");
+    assert_eq!(v["after"]["pinned"], 0);
+    assert!(v["fork"]["support"].is_string());
+}
+
+#[test]
+fn the_bench_runs_on_each_kind_of_page_and_says_which() {
+    for (pages, size) in [("base", 4096), ("2M", 2 << 20)] {
+        let left = run(&[&BENCH[..], &["--pages", pages, "--device", &first_device()]].concat());
+        assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""), "{}", left.stdout);
+        let v = left.object();
+        check_registration(&v, &SIZES);
+        assert_eq!((&v["page_size"], &v["per_call"]["page_size"]), (&size.into(), &size.into()));
+    }
+}
+
+#[test]
+fn a_device_that_is_not_there_is_refused_with_those_that_are() {
+    let left = run(&["bench", "registration", "--device", "no-such-device"]);
+    left.refused("no-such-device");
+    assert!(left.stderr.contains(&first_device()), "{}", left.stderr);
+}
