@@ -2,6 +2,8 @@
 //! contest as `pinpool bench alloc|churn|handoff|threads`, all of it in one run.
 //! `-- --help` says how to have less of it.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
+// Without a harness the modules' unit tests are compiled here too, and nothing calls them.
+#![cfg_attr(test, allow(dead_code, unused_imports))]
 
 #[path = "../src/bin/pinpool/bench/contest/mod.rs"]
 mod contest;

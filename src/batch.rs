@@ -6,7 +6,7 @@ use crate::{
     access::Sge,
     buf::Buf,
     error::AllocError,
-    magazine::ThreadGate,
+    magazine::{Place, ThreadGate},
     pool::{Pool, PoolRef},
     size_class::{self, MAX_BLOCK},
     slab::Entry,
@@ -34,7 +34,7 @@ pub struct Batch {
     /// Whose the entries are; meaningful while there are any.
     pool: PoolRef,
     len: usize,
-    class: usize,
+    place: Place,
 }
 
 // SAFETY: it owns its blocks as a `Buf` owns one, and what else it holds are numbers.
@@ -46,7 +46,7 @@ impl Batch {
     /// Makes an empty batch with room for `n` buffers; at least one.
     pub fn with_capacity(n: usize) -> Self {
         let pool = PoolRef { core: NonNull::dangling(), slot_offset: 0 };
-        Self { entries: Vec::with_capacity(n.max(1)), pool, len: 0, class: 0 }
+        Self { entries: Vec::with_capacity(n.max(1)), pool, len: 0, place: Place::of(0) }
     }
 
     /// How many buffers it holds.
@@ -82,12 +82,12 @@ impl Batch {
             // Another length or pool: what is held goes back first.
             self.free();
             (self.pool, self.len) = (pool.inner(), len);
-            self.class =
-                if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { 0 };
+            let class = if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { 0 };
+            self.place = Place::of(class);
         }
         if len.wrapping_sub(1) < MAX_BLOCK {
             // SAFETY: this thread's own gate, which lives as long as the thread.
-            let got = unsafe { &*self.gate() }.pop_many(self.class, n, &mut self.entries);
+            let got = unsafe { &*self.gate() }.pop_many(self.place, n, &mut self.entries);
             if got == n {
                 return Ok(n);
             }
@@ -108,12 +108,12 @@ impl Batch {
         while got < n {
             match pool.alloc_uncached(len, 1) {
                 Ok(buf) => {
-                    let (entry, class) = buf.into_parts();
+                    let (entry, place) = buf.into_parts();
                     if got == 0 && self.entries.is_empty() {
-                        self.class = class;
-                    } else if class != self.class {
+                        self.place = place;
+                    } else if place != self.place {
                         // The last pages of a full pool come as spans; a batch has one class.
-                        drop(Buf::new(self.pool, entry, len, class));
+                        drop(Buf::new(self.pool, entry, len, place));
                         break;
                     }
                     self.entries.push(entry);
@@ -122,10 +122,10 @@ impl Batch {
                 Err(e) if got == 0 => return Err(e),
                 Err(_) => break,
             }
-            if self.class < size_class::CLASSES {
+            if self.place.class() < size_class::CLASSES {
                 let gate = self.gate();
                 // SAFETY: as in `refill`.
-                got += unsafe { &*gate }.pop_many(self.class, n - got, &mut self.entries);
+                got += unsafe { &*gate }.pop_many(self.place, n - got, &mut self.entries);
             }
         }
         Ok(got)
@@ -134,7 +134,7 @@ impl Batch {
     /// Takes one buffer out.
     pub fn pop(&mut self) -> Option<Buf> {
         let entry = self.entries.pop()?;
-        Some(Buf::new(self.pool, entry, self.len, self.class))
+        Some(Buf::new(self.pool, entry, self.len, self.place))
     }
 
     /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
@@ -157,7 +157,7 @@ impl Batch {
         // What the magazine has no room for goes one by one, through the slow path, which makes room.
         let gate = self.gate();
         // SAFETY: this thread's own gate, which lives as long as the thread.
-        unsafe { &*gate }.push_many(self.class, &mut self.entries);
+        unsafe { &*gate }.push_many(self.place, &mut self.entries);
         if !self.entries.is_empty() {
             self.free_slow();
         }
@@ -171,7 +171,7 @@ impl Batch {
             if !self.entries.is_empty() {
                 let gate = self.gate();
                 // SAFETY: as in `free`.
-                unsafe { &*gate }.push_many(self.class, &mut self.entries);
+                unsafe { &*gate }.push_many(self.place, &mut self.entries);
             }
         }
     }

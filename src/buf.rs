@@ -11,6 +11,7 @@ use std::{
 
 use crate::{
     access::{Keys, LKey, RemoteBuf, Sge},
+    magazine::Place,
     pool::{Core, PoolRef},
     slab::Entry,
     thread,
@@ -31,7 +32,7 @@ pub struct Buf {
     entry: Entry,
     len: usize,
     core: NonNull<Core>,
-    class: u32,
+    place: Place,
     /// The core's, here so that a free need not look there.
     slot_offset: u32,
     _owns: PhantomData<[u8]>,
@@ -46,9 +47,9 @@ unsafe impl Sync for Buf {}
 impl Buf {
     /// Makes the handle of a block that was just taken from `core`.
     #[inline(always)]
-    pub(crate) fn new(pool: PoolRef, entry: Entry, len: usize, class: usize) -> Self {
+    pub(crate) fn new(pool: PoolRef, entry: Entry, len: usize, place: Place) -> Self {
         let PoolRef { core, slot_offset } = pool;
-        Self { entry, len, core, class: class as u32, slot_offset, _owns: PhantomData }
+        Self { entry, len, core, place, slot_offset, _owns: PhantomData }
     }
 
     #[inline(always)]
@@ -71,7 +72,7 @@ impl Buf {
 
     /// How many bytes the block has; [`set_len`](Buf::set_len) can use them all.
     pub fn capacity(&self) -> usize {
-        self.core().slabs.block_len(self.entry.ptr, self.class as usize)
+        self.core().slabs.block_len(self.entry.ptr, self.place.class())
     }
 
     /// Sets the length, up to the capacity. The address stays (P9); bytes beyond the old length are
@@ -163,25 +164,20 @@ impl Buf {
 
     /// The block and class, without giving it back.
     #[inline]
-    pub(crate) fn into_parts(self) -> (Entry, usize) {
+    pub(crate) fn into_parts(self) -> (Entry, Place) {
         let this = ManuallyDrop::new(self);
-        (this.entry, this.class as usize)
-    }
-
-    pub(crate) fn belongs_to(&self, core: NonNull<Core>) -> bool {
-        self.core == core
+        (this.entry, this.place)
     }
 }
 
 impl Drop for Buf {
     #[inline]
     fn drop(&mut self) {
-        let class = self.class as usize;
         // SAFETY: `gate_at` gives this thread's own gate, which lives as long as the thread.
         let gate = unsafe { &*thread::gate_at(self.slot_offset) };
-        if !gate.push(class, self.entry) {
+        if !gate.push(self.place, self.entry) {
             // SAFETY: not pushed, so this buffer is still live, and its core with it.
-            unsafe { Core::free_slow(self.core, self.entry, class) };
+            unsafe { Core::free_slow(self.core, self.entry, self.place) };
         }
     }
 }

@@ -2,13 +2,7 @@
 
 use std::fmt;
 
-use crate::{
-    buf::Buf,
-    error::AllocError,
-    magazine::ThreadGate,
-    pool::{Core, Pool, PoolRef},
-    thread,
-};
+use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, thread};
 
 /// A handle of a [`Pool`] that stays on its thread and so need not look for the thread's magazines.
 ///
@@ -39,23 +33,7 @@ impl LocalPool {
     #[inline]
     pub fn alloc(&self, len: usize) -> Result<Buf, AllocError> {
         // Made on this thread and not `Send`, so the gate is this thread's own.
-        self.pool.alloc_through(self.gate, len)
-    }
-
-    /// Frees a buffer without looking for the thread's magazines; the same as dropping it, a little
-    /// faster. A buffer of another pool is simply dropped.
-    #[inline]
-    pub fn free(&self, buf: Buf) {
-        let PoolRef { core, .. } = self.pool.inner();
-        if !buf.belongs_to(core) {
-            return;
-        }
-        let (entry, class) = buf.into_parts();
-        // SAFETY: made on this thread and not `Send`, so the gate is this thread's own and alive.
-        if !unsafe { &*self.gate }.push(class, entry) {
-            // SAFETY: a block of this very pool, given up by its handle and not pushed.
-            unsafe { Core::free_slow(core, entry, class) };
-        }
+        self.pool.inner().alloc(self.gate, len)
     }
 
     /// The pool.

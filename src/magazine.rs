@@ -125,7 +125,25 @@ impl Mag {
     }
 }
 
+/// A class as the hot path carries it: where its magazine lies among the others, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Place(u32);
+
+impl Place {
+    /// `class` is below [`CLASSES`], or [`SPAN_CLASS`].
+    #[inline(always)]
+    pub(crate) const fn of(class: usize) -> Self {
+        Self((class * size_of::<Mag>()) as u32)
+    }
+
+    #[inline(always)]
+    pub(crate) const fn class(self) -> usize {
+        self.0 as usize / size_of::<Mag>()
+    }
+}
+
 /// All magazines of one thread for one pool.
+#[repr(C)]
 pub(crate) struct Magazines {
     // One more than there are classes: spans above them find a magazine that is always empty and always
     // full, and so take the slow path without a test of their own.
@@ -147,11 +165,11 @@ pub(crate) const fn empty() -> *mut Magazines {
 
 impl Magazines {
     #[inline(always)]
-    fn mag(&self, class: usize) -> &Mag {
-        debug_assert!(class <= SPAN_CLASS);
+    fn mag(&self, place: Place) -> &Mag {
+        debug_assert!(place.class() <= SPAN_CLASS);
         // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
-        // SPAN_CLASS, and so is at most SPAN_CLASS == CLASSES.
-        unsafe { self.mags.get_unchecked(class) }
+        // SPAN_CLASS, so its place is that of an element of `mags`, which is the only field.
+        unsafe { &*(&raw const self.mags).byte_add(place.0 as usize).cast::<Mag>() }
     }
 }
 
@@ -159,31 +177,31 @@ impl Magazines {
 pub(crate) type ThreadGate = Gate<Magazines>;
 
 impl ThreadGate {
-    /// Pops a block of `class`; the whole of a cached alloc. Owner thread only.
+    /// Pops a block of the class at `place`; the whole of a cached alloc. Owner thread only.
     #[inline(always)]
-    pub(crate) fn pop(&self, class: usize) -> Option<Entry> {
+    pub(crate) fn pop(&self, place: Place) -> Option<Entry> {
         // SAFETY: the gate leads to EMPTY or to published magazines, which are freed only after the gate
         // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
-        let entry = unsafe { &*self.enter() }.mag(class).pop();
+        let entry = unsafe { &*self.enter() }.mag(place).pop();
         self.leave();
         entry
     }
 
-    /// Pushes a block of `class`, the whole of a cached free; false if there was no room. Owner thread
+    /// Pushes a block of the class at `place`, the whole of a cached free; false if there was no room. Owner thread
     /// only.
     #[inline(always)]
-    pub(crate) fn push(&self, class: usize, entry: Entry) -> bool {
+    pub(crate) fn push(&self, place: Place, entry: Entry) -> bool {
         // SAFETY: as in `pop`.
-        let done = unsafe { &*self.enter() }.mag(class).push(entry);
+        let done = unsafe { &*self.enter() }.mag(place).push(entry);
         self.leave();
         done
     }
 
     /// Pops up to `out.capacity() - out.len()` blocks onto `out`, from the loaded magazine alone.
     #[inline]
-    pub(crate) fn pop_many(&self, class: usize, want: usize, out: &mut Vec<Entry>) -> usize {
+    pub(crate) fn pop_many(&self, place: Place, want: usize, out: &mut Vec<Entry>) -> usize {
         // SAFETY: as in `pop`.
-        let mag = unsafe { &*self.enter() }.mag(class);
+        let mag = unsafe { &*self.enter() }.mag(place);
         let n = want.min(mag.len()).min(out.capacity() - out.len());
         if n > 0 {
             // SAFETY: the top `n` entries of the loaded magazine are written, and `out` has room.
@@ -200,9 +218,9 @@ impl ThreadGate {
 
     /// Pushes as many of the last of `entries` as the loaded magazine has room for, and cuts them off.
     #[inline]
-    pub(crate) fn push_many(&self, class: usize, entries: &mut Vec<Entry>) -> usize {
+    pub(crate) fn push_many(&self, place: Place, entries: &mut Vec<Entry>) -> usize {
         // SAFETY: as in `pop`.
-        let mag = unsafe { &*self.enter() }.mag(class);
+        let mag = unsafe { &*self.enter() }.mag(place);
         let n = entries.len().min(mag.room());
         if n > 0 {
             // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
@@ -292,7 +310,7 @@ impl Hold<'_> {
     fn mag(&self, class: usize) -> &Mag {
         // SAFETY: a `Hold` exists only under the state's lock, made by the owner outside of its gate or
         // by a thief after the gate was revoked and idle: nobody else is at the magazines.
-        unsafe { (*self.local.magazines.get()).mag(class) }
+        unsafe { (*self.local.magazines.get()).mag(Place::of(class)) }
     }
 
     /// Whether the thread still uses these magazines. False once the pool was closed or the thread is

@@ -29,7 +29,7 @@ use crate::{
     depot::{Depot, Limits},
     error::{AllocError, BuildError, CloseError, Exhausted, FreeError},
     local::LocalPool,
-    magazine::{Local, ThreadGate},
+    magazine::{Local, Place, ThreadGate},
     page_map::PageMap,
     size_class::{self, CLASSES, MAX_BLOCK, MAX_SLAB_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given, Slabs},
@@ -191,7 +191,6 @@ impl Core {
 
     /// Why [`alloc_slow`](Core::alloc_slow) gave nothing.
     #[cold]
-    #[inline(never)]
     pub(crate) fn refusal(&self, len: usize, align: usize) -> AllocError {
         if self.foreign() {
             let this = limits::process_id();
@@ -331,10 +330,11 @@ impl Core {
     /// Everything that the magazine at hand had no room for.
     ///
     /// # Safety
-    /// `entry` is a block of `core` of `class` that the caller owns, and gives up.
+    /// `entry` is a block of `core`, of the class at `place`, that the caller owns, and gives up.
     #[cold]
     #[inline(never)]
-    pub(crate) unsafe fn free_slow(core: NonNull<Self>, entry: Entry, class: usize) {
+    pub(crate) unsafe fn free_slow(core: NonNull<Self>, entry: Entry, place: Place) {
+        let class = place.class();
         // SAFETY: the caller's block is live, so the core is.
         let core = unsafe { Self::keep(core) };
         // A child owns none of this; its copy of the books just keeps the block.
@@ -480,6 +480,44 @@ pub(crate) struct PoolRef {
     pub(crate) slot_offset: u32,
 }
 
+impl PoolRef {
+    /// Allocates through `gate`, which is this thread's for this pool. Whoever holds the reference holds
+    /// a handle too. Everything is passed by value, so that a caller's handle can stay in registers.
+    #[inline(always)]
+    pub(crate) fn alloc(self, gate: *const ThreadGate, len: usize) -> Result<Buf, AllocError> {
+        let mut place = Place::of(size_class::class_of(len));
+        let mut entry = None;
+        if len.wrapping_sub(1) < MAX_BLOCK {
+            // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
+            entry = unsafe { &*gate }.pop(place);
+        }
+        if entry.is_none() {
+            if let Some((slow, slow_place)) = Self::alloc_slow(self.core, len).get() {
+                (entry, place) = (Some(slow), slow_place);
+            }
+        }
+        match entry {
+            Some(entry) => Ok(Buf::new(self, entry, len, place)),
+            None => Err(Self::refusal(self.core, len)),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn alloc_slow(core: NonNull<Core>, len: usize) -> Answer {
+        // SAFETY: the caller of `alloc` has a handle, so the core is alive.
+        let got = unsafe { core.as_ref() }.alloc_slow(len, 1);
+        got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn refusal(core: NonNull<Core>, len: usize) -> AllocError {
+        // SAFETY: as in `alloc_slow`.
+        unsafe { core.as_ref() }.refusal(len, 1)
+    }
+}
+
 /// A block and its class in two words, so that the slow path answers in registers and the fast path need
 /// not go through memory to meet it. 0 in the first word is none.
 #[derive(Clone, Copy)]
@@ -497,11 +535,11 @@ impl Answer {
     }
 
     #[inline(always)]
-    fn get(self) -> Option<(Entry, usize)> {
+    fn get(self) -> Option<(Entry, Place)> {
         let addr = self.0 & ((1 << Self::CLASS_SHIFT) - 1);
         let ptr = NonNull::new(addr as *mut u8)?;
         let keys = PackedKeys::from_word(self.1);
-        Some((Entry { ptr, keys }, (self.0 >> Self::CLASS_SHIFT) as usize))
+        Some((Entry { ptr, keys }, Place::of((self.0 >> Self::CLASS_SHIFT) as usize)))
     }
 }
 
@@ -572,44 +610,13 @@ impl Pool {
     /// when nothing is left, in other threads' caches neither.
     #[inline]
     pub fn alloc(&self, len: usize) -> Result<Buf, AllocError> {
-        self.alloc_through(thread::gate_at(self.inner.slot_offset), len)
-    }
-
-    /// `gate` is this thread's for this pool.
-    #[inline(always)]
-    pub(crate) fn alloc_through(
-        &self,
-        gate: *const ThreadGate,
-        len: usize,
-    ) -> Result<Buf, AllocError> {
-        let mut class = size_class::class_of(len);
-        let mut entry = None;
-        if len.wrapping_sub(1) < MAX_BLOCK {
-            // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
-            entry = unsafe { &*gate }.pop(class);
-        }
-        if entry.is_none() {
-            if let Some((slow, slow_class)) = self.alloc_slow(len, 1).get() {
-                (entry, class) = (Some(slow), slow_class);
-            }
-        }
-        match entry {
-            Some(entry) => Ok(Buf::new(self.inner, entry, len, class)),
-            None => Err(self.core().refusal(len, 1)),
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn alloc_slow(&self, len: usize, align: usize) -> Answer {
-        let got = self.core().alloc_slow(len, align);
-        got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class))
+        self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
     }
 
     /// The slow path alone, for callers that have been at the magazine already.
     pub(crate) fn alloc_uncached(&self, len: usize, align: usize) -> Result<Buf, AllocError> {
         match self.core().alloc_slow(len, align) {
-            Some((entry, class)) => Ok(Buf::new(self.inner, entry, len, class)),
+            Some((entry, class)) => Ok(Buf::new(self.inner, entry, len, Place::of(class))),
             None => Err(self.core().refusal(len, align)),
         }
     }
@@ -678,7 +685,7 @@ impl Pool {
         let core = self.core();
         let (entry, class) = core.slabs.clear_out(ptr as usize)?;
         let len = core.slabs.block_len(entry.ptr, class);
-        Ok(Buf::new(self.inner, entry, len, class))
+        Ok(Buf::new(self.inner, entry, len, Place::of(class)))
     }
 
     /// Frees what [`Buf::into_raw`] gave up.

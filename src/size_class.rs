@@ -42,7 +42,9 @@ pub(crate) const MAX_SLAB_BLOCKS: usize = 256;
 #[inline(always)]
 pub(crate) const fn class_of(len: usize) -> usize {
     let x = len.wrapping_sub(1);
-    let shift = (x | LINEAR_TOP).ilog2() - STEPS_SHIFT;
+    // The position of the top bit, spelt so that it compiles to a single `bsr` where there is no `lzcnt`.
+    let top = (x | LINEAR_TOP).leading_zeros() ^ (usize::BITS - 1);
+    let shift = top - STEPS_SHIFT;
     (((shift - MIN_SHIFT) as usize) << STEPS_SHIFT) + (x >> shift)
 }
 

@@ -79,7 +79,7 @@ fn p1_a_million_cached_pairs_without_a_system_call_or_an_allocation() {
                     let buf = p.alloc(len).unwrap();
                     black_box((buf.as_ptr(), buf.keys(), buf.sge(), buf.remote()));
                     drop(buf);
-                    local.free(local.alloc(len).unwrap());
+                    drop(local.alloc(len).unwrap());
                 }
                 if i % 64 == 0 {
                     // Within what two magazines hold: to and fro, still nothing but this thread's own.

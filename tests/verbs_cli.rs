@@ -3,7 +3,7 @@
 
 mod cli;
 
-use cli::{check_registration, run};
+use cli::{Left, check_registration, pinpool, run};
 use pinpool::Device;
 
 fn first_device() -> String {
@@ -36,6 +36,18 @@ fn the_bench_runs_on_each_kind_of_page_and_says_which() {
         check_registration(&v, &SIZES);
         assert_eq!((&v["page_size"], &v["per_call"]["page_size"]), (&size.into(), &size.into()));
     }
+}
+
+#[test]
+fn b05_fork_support_without_its_hugepage_setting_is_met_with_base_pages_and_said() {
+    let mut command = pinpool(&BENCH);
+    command.env("RDMAV_FORK_SAFE", "1").env_remove("RDMAV_HUGEPAGES_SAFE");
+    let left = Left::from(command.output().expect("run"));
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""), "{}", left.stdout);
+    let v = left.object();
+    check_registration(&v, &SIZES);
+    assert_eq!((&v["page_size"], &v["fork"]["RDMAV_FORK_SAFE"]), (&4096.into(), &"1".into()));
+    assert!(v["note"].as_str().is_some_and(|n| n.contains("RDMAV_HUGEPAGES_SAFE")), "{v}");
 }
 
 #[test]

@@ -100,6 +100,13 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
     seconds.ok_or_else(|| "it is no number of seconds from 0 to 3600".to_owned())
 }
 
+impl Args {
+    /// Whether a per-call buffer on hugepages would be a part of one.
+    fn cuts_hugepages(&self) -> bool {
+        self.sizes.iter().any(|s| !s.is_multiple_of(PageSize::Huge2M.bytes()))
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum PageChoice {
     /// The system's base pages
@@ -146,15 +153,22 @@ struct Bench {
     sides: Sides,
     peer: Peer,
     clock: Duration,
+    /// Why hugepages are not used, or should not be.
+    note: Option<&'static str>,
 }
 
 impl Bench {
     fn start(args: &Args, device: &Device) -> Result<Self, Failure> {
         let largest = args.sizes.iter().copied().max().unwrap_or(GRANULE);
-        let sides = Sides::build(device, largest, args.pages.pages())
-            .map_err(|e| Failure::Failed(e.to_string()))?;
+        let note = outcome::fork_note(device).filter(|_| args.cuts_hugepages());
+        let pages = match args.pages.pages() {
+            Pages::Prefer(_) if note.is_some() => Pages::Base,
+            pages => pages,
+        };
+        let sides = Sides::build(device, largest, pages);
+        let sides = sides.map_err(|e| Failure::Failed(e.to_string()))?;
         let peer = Peer::connect(device).map_err(Failure::Failed)?;
-        Ok(Self { sides, peer, clock: report::clock_cost() })
+        Ok(Self { sides, peer, clock: report::clock_cost(), note })
     }
 
     /// Measures each size, smallest first, and all of them again in each pass, until the user wants no
@@ -253,7 +267,7 @@ impl Bench {
 
     /// Takes everything down and gathers what is to be said.
     fn finish(self, device: &Device, before: Held, rows: Vec<Row>) -> Outcome {
-        let Self { sides: Sides { pool, per_call, pool_counts }, peer, clock } = self;
+        let Self { sides: Sides { pool, per_call, pool_counts }, peer, clock, note } = self;
         let arenas = pool.arenas().to_vec();
         let per_call_memory = *per_call.arena();
         let per_call_counts = per_call.counts().clone();
@@ -270,6 +284,7 @@ impl Bench {
             per_call_calls: per_call_counts.register_calls(),
             regions_left: pool_counts.live() + per_call_counts.live(),
             clock,
+            note,
             before,
             after: Held::now(device),
             rows,

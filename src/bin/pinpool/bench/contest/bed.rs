@@ -31,8 +31,8 @@ impl Bed {
             .capacity(self.capacity)
             .pages(Pages::Prefer(PageSize::Huge2M))
             .colouring(colouring);
-        if self.arenas > 0 {
-            builder = builder.arena_size((self.capacity / self.arenas).next_power_of_two());
+        if let Some(each) = self.capacity.checked_div(self.arenas) {
+            builder = builder.arena_size(each.next_power_of_two());
         }
         builder.build().map_err(|e| e.to_string())
     }

@@ -109,7 +109,7 @@ impl Handle for PoolHandle {
     }
 }
 
-/// `LocalPool::alloc` and `LocalPool::free`.
+/// `LocalPool::alloc`, and dropping the buffer.
 pub(crate) struct Local;
 
 impl Contender for Local {
@@ -145,7 +145,7 @@ impl Handle for LocalHandle {
 
     #[inline(always)]
     fn put(&mut self, held: Buf, _: usize) {
-        self.local.free(held);
+        drop(held);
     }
 
     #[inline(always)]

@@ -131,6 +131,25 @@ pub(super) fn fork_support(device: &Device) -> Option<&'static str> {
 
 const FORK_SETTINGS: [&str; 2] = ["RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE"];
 
+/// Says why parts of hugepages cannot be registered, where that is so: libibverbs then hides each
+/// registered range from children, which the kernel can do with whole hugepages only, and refuses with
+/// EINVAL. The pool registers none but whole ones.
+pub(super) fn fork_note(device: &Device) -> Option<&'static str> {
+    #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+    if let Some(verbs) = device.as_verbs() {
+        use pinpool::device::ForkSupport;
+        let set = |name| env::var_os(name).is_some();
+        let hides = verbs.fork_support() == ForkSupport::HiddenFromChildren
+            || set("RDMAV_FORK_SAFE")
+            || set("IBV_FORK_SAFE");
+        return (hides && !set("RDMAV_HUGEPAGES_SAFE")).then_some(
+            "fork support without RDMAV_HUGEPAGES_SAFE=1 lets no part of a hugepage be registered",
+        );
+    }
+    let _ = device;
+    None
+}
+
 /// All that is to be said.
 pub(super) struct Outcome {
     pub(super) device: DeviceInfo,
@@ -142,6 +161,7 @@ pub(super) struct Outcome {
     pub(super) per_call_calls: u64,
     pub(super) regions_left: u64,
     pub(super) clock: Duration,
+    pub(super) note: Option<&'static str>,
     pub(super) before: Held,
     pub(super) after: Held,
     pub(super) rows: Vec<Row>,
@@ -212,6 +232,7 @@ impl Outcome {
             "clock_ns": ns(self.clock),
             "before": held(self.before),
             "after": held(self.after),
+            "note": self.note,
             "failures": self.failures,
         })
     }
@@ -281,16 +302,18 @@ impl Outcome {
         ]
     }
 
-    /// Base pages may be huge behind the scenes, for both sides alike.
     fn show_pages(&self) -> String {
         let size = self.page_size();
-        let text = format!("{} on both sides", show_bytes(size));
-        match &self.environment.thp {
-            Some(thp) if size < PageSize::Huge2M.bytes() => {
-                format!("{text}; transparent hugepages: {thp}")
-            }
-            _ => text,
+        let mut text = format!("{} on both sides", show_bytes(size));
+        // Base pages may be huge behind the scenes, for both sides alike.
+        if let Some(thp) = self.environment.thp.as_ref().filter(|_| size < PageSize::Huge2M.bytes())
+        {
+            text.push_str(&format!("; transparent hugepages: {thp}"));
         }
+        if let Some(note) = self.note {
+            text.push_str(&format!("; {note}"));
+        }
+        text
     }
 
     fn closing(&self) -> String {
