@@ -4,15 +4,13 @@
 
 mod common;
 
-use common::{mapped, soft};
+use common::soft;
 use pinpool::{
-    Access, AllocError, BuildError, CloseError, Device, Event, PageSize, Pages, Pool,
+    Access, AllocError, BuildError, Device, PageSize, Pages, Pool,
     device::{Fault, FaultyRegistrar},
-    leaked_bytes,
 };
 
 const ENOMEM: i32 = 12;
-const EIO: i32 = 5;
 const EBUSY: i32 = 16;
 
 /// A registrar over the software device, and a device over that.
@@ -156,24 +154,6 @@ fn b19_zero_and_impossible_lengths() {
 }
 
 #[test]
-fn b20_a_start_that_fails_half_way_leaves_nothing() {
-    for k in 1..=5 {
-        let (registrar, device) = faulty(|r| r.fault(Fault::Register(k, EIO)));
-        let error = soft(5 << 20).device(device).arena_size(1 << 20).build().unwrap_err();
-        match &error {
-            BuildError::Register { arena, arenas: 5, .. } => assert_eq!(*arena as u64, k - 1),
-            other => panic!("{other}"),
-        }
-        assert_eq!(error.raw_os_error(), Some(EIO), "the original errno");
-        assert_eq!(registrar.register_calls(), k);
-        assert_eq!((registrar.deregister_calls(), registrar.live()), (k - 1, 0));
-        for r in registrar.requests() {
-            assert!(!mapped(r.addr, r.len), "arena at {:#x} is still mapped", r.addr);
-        }
-    }
-}
-
-#[test]
 fn b20_enomem_is_not_blamed_on_a_limit_that_the_numbers_clear() {
     // Root with CAP_IPC_LOCK, or a limit above the pool: then memlock cannot be the cause.
     let (_, device) = faulty(|r| r.fault(Fault::Register(1, ENOMEM)));
@@ -221,38 +201,6 @@ fn b36_mapping_faulting_in_and_registering_are_timed_apart() {
     // Page faults are in the second figure alone: registering finds every page there.
     assert!(!arena.fault_in_time.is_zero() && !arena.register_time.is_zero());
     assert!(!arena.map_time.is_zero());
-}
-
-#[test]
-fn a_failed_deregister_leaks_counts_and_reports() {
-    let heard = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
-    let sink = heard.clone();
-    let (registrar, device) = faulty(|r| r.fault(Fault::Deregister(2, EBUSY)));
-    let pool = soft(3 << 20)
-        .device(device)
-        .arena_size(1 << 20)
-        .on_event(move |e| {
-            if let Event::DeregisterFailed { addr, len, error, .. } = e {
-                sink.lock().unwrap().push((*addr, *len, error.raw_os_error()));
-            }
-        })
-        .build()
-        .unwrap();
-    let before = leaked_bytes();
-    let places: Vec<_> = registrar.requests().iter().map(|r| (r.addr, r.len)).collect();
-    match pool.close() {
-        Err(CloseError::Deregister { arenas: 1, bytes, first }) => {
-            assert_eq!((bytes, first.raw_os_error()), (1 << 20, Some(EBUSY)));
-        }
-        other => panic!("{other:?}"),
-    }
-    // Last first, so the second call was for the middle one.
-    let (addr, len) = places[1];
-    assert_eq!(*heard.lock().unwrap(), [(addr, len, Some(EBUSY))]);
-    assert_eq!(leaked_bytes() - before, 1 << 20);
-    assert!(mapped(addr, len), "the device may still write here, so it stays mapped");
-    assert!(!mapped(places[0].0, len) && !mapped(places[2].0, len));
-    assert_eq!(registrar.deregister_calls(), 3, "the others were still let go");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `membarrier(2)`: makes every running thread of this process execute a memory barrier.
 #![allow(clippy::disallowed_methods)]
 
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 // From linux/membarrier.h.
 const QUERY: libc::c_long = 0;
@@ -16,14 +16,23 @@ fn membarrier(command: libc::c_long) -> libc::c_long {
 /// Whether [`all_threads`] works here; registers the process for it on the first call. Kernels before
 /// 4.14 and some sandboxes say no.
 pub(crate) fn available() -> bool {
-    static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| {
-        let offered = membarrier(QUERY);
-        offered > 0
-            && offered & PRIVATE_EXPEDITED != 0
-            && membarrier(REGISTER_PRIVATE_EXPEDITED) == 0
-            && membarrier(PRIVATE_EXPEDITED) == 0
-    })
+    // Several threads may find out at once; registering twice does no harm.
+    static ANSWER: AtomicU8 = AtomicU8::new(UNKNOWN);
+    const UNKNOWN: u8 = 0;
+    const NO: u8 = 1;
+    const YES: u8 = 2;
+    match ANSWER.load(Relaxed) {
+        UNKNOWN => {
+            let offered = membarrier(QUERY);
+            let works = offered > 0
+                && offered & PRIVATE_EXPEDITED != 0
+                && membarrier(REGISTER_PRIVATE_EXPEDITED) == 0
+                && membarrier(PRIVATE_EXPEDITED) == 0;
+            ANSWER.store(if works { YES } else { NO }, Relaxed);
+            works
+        }
+        answer => answer == YES,
+    }
 }
 
 /// Returns once every other thread of the process has passed a full barrier.

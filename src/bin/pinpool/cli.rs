@@ -122,6 +122,9 @@ impl DeviceArgs {
             (Some(name), DeviceError::NoDevice) => {
                 Failure::Usage(format!("there is no {name}, for this machine {NONE}"))
             }
+            (Some(name), e @ DeviceError::Verbs { .. }) => {
+                Failure::Usage(format!("{name} cannot be opened: {e}"))
+            }
             (_, e) => Failure::Usage(e.to_string()),
         })
     }

@@ -281,7 +281,7 @@ mod tests {
         }
         assert_eq!(show_count(7), "7");
         assert_eq!(show_count(1_234_567), "1 234 567");
-        assert_eq!((rounded(3.0), rounded(3.14)), (json!(3), json!(3.1)));
+        assert_eq!((rounded(3.0), rounded(2.54)), (json!(3), json!(2.5)));
     }
 
     #[test]

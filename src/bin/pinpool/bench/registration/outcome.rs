@@ -174,7 +174,12 @@ impl Outcome {
         for row in &self.rows {
             if let Some(first) = &row.first_error {
                 let size = show_bytes(row.bytes);
-                self.failures.push(format!("{size}: {} errors, first: {first}", row.errors));
+                let errors = match row.errors {
+                    1 => "1 error".to_owned(),
+                    n => format!("{n} errors, first"),
+                };
+                let note = self.note.map(|n| format!("; {n}")).unwrap_or_default();
+                self.failures.push(format!("{size}: {errors}: {first}{note}"));
             }
         }
         if self.pool_calls != self.arenas.len() as u64 {

@@ -94,11 +94,11 @@ impl Peer {
                     .and_then(|()| soft.write(rkey, addr, from.bytes))
                     .map_err(|e| e.to_string())
             }
-            // SAFETY: the names are those of the two buffers (contract of `End::new`), which are
-            // registered and borrowed exclusively; no reference into them is held across the call,
-            // which touches neither once it has returned.
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
             Self::Verbs(pair) => {
+                // SAFETY: the names are those of the two buffers (contract of `End::new`), which are
+                // registered and borrowed exclusively; no reference into them is held across the
+                // call, which touches neither once it has returned.
                 unsafe { pair.write(from.local, addr, rkey) }.map(drop).map_err(|e| e.to_string())
             }
         }
@@ -113,9 +113,9 @@ impl Peer {
                     .and_then(|()| soft.read(rkey, addr, into.bytes))
                     .map_err(|e| e.to_string())
             }
-            // SAFETY: as in `write`.
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
             Self::Verbs(pair) => {
+                // SAFETY: as in `write`.
                 unsafe { pair.read(into.local, addr, rkey) }.map(drop).map_err(|e| e.to_string())
             }
         }
