@@ -179,10 +179,10 @@ impl Arenas {
     /// when the numbers agree.
     fn explain(&self, plan: &Plan, index: usize, source: RegisterError) -> BuildError {
         let errno = source.raw_os_error();
-        if errno == Some(libc::ENOMEM) {
-            if let Some(e) = memlock_refusal(&plan.info, plan.arenas[index], errno) {
-                return e;
-            }
+        if errno == Some(libc::ENOMEM)
+            && let Some(e) = memlock_refusal(&plan.info, plan.arenas[index], errno)
+        {
+            return e;
         }
         BuildError::Register { arena: index, arenas: plan.arenas.len(), source }
     }

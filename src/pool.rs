@@ -491,10 +491,10 @@ impl PoolRef {
             // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
             entry = unsafe { &*gate }.pop(place);
         }
-        if entry.is_none() {
-            if let Some((slow, slow_place)) = Self::alloc_slow(self.core, len).get() {
-                (entry, place) = (Some(slow), slow_place);
-            }
+        if entry.is_none()
+            && let Some((slow, slow_place)) = Self::alloc_slow(self.core, len).get()
+        {
+            (entry, place) = (Some(slow), slow_place);
         }
         match entry {
             Some(entry) => Ok(Buf::new(self, entry, len, place)),
@@ -681,6 +681,7 @@ impl Pool {
     ///
     /// # Safety
     /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
+    #[allow(clippy::wrong_self_convention)] // The pool is not the pointer's target but its source.
     pub unsafe fn from_raw(&self, ptr: *mut u8) -> Result<Buf, FreeError> {
         let core = self.core();
         let (entry, class) = core.slabs.clear_out(ptr as usize)?;

@@ -4,8 +4,8 @@
 //! 1 KiB up a block is at most 12.5 % larger than what was asked:
 //!
 //! ```text
-//! class   0    1  …   15     16    17  …    23    24 …   111
-//! size   64  128    1024   1152  1280     2048  2304    4 MiB
+//! class   0    1  …   15     16    17  …    23    24 …   175
+//! size   64  128    1024   1152  1280     2048  2304    1 GiB
 //! ```
 //!
 //! A length is read as a floating-point number with three bits of mantissa: exponent and mantissa
@@ -22,7 +22,7 @@ const MIN_SHIFT: u32 = MIN_BLOCK.trailing_zeros();
 const LINEAR_TOP: usize = 1 << (MIN_SHIFT + STEPS_SHIFT);
 
 /// The largest block that magazines carry. Longer buffers are spans cut to the page.
-pub(crate) const MAX_BLOCK: usize = 4 << 20;
+pub(crate) const MAX_BLOCK: usize = 1 << 30;
 /// How many classes there are.
 pub(crate) const CLASSES: usize = class_of(MAX_BLOCK) + 1;
 /// Stands for "longer than any class": a span of its own.
@@ -42,9 +42,9 @@ pub(crate) const MAX_SLAB_BLOCKS: usize = 256;
 #[inline(always)]
 pub(crate) const fn class_of(len: usize) -> usize {
     let x = len.wrapping_sub(1);
-    // The position of the top bit, spelt so that it compiles to a single `bsr` where there is no `lzcnt`.
-    let top = (x | LINEAR_TOP).leading_zeros() ^ (usize::BITS - 1);
-    let shift = top - STEPS_SHIFT;
+    // The position of the top bit, less the mantissa's three: taken of a number already shifted by three,
+    // and spelt with an xor, so that it compiles to a single `bsr` where there is no `lzcnt`.
+    let shift = (x >> STEPS_SHIFT | LINEAR_TOP >> STEPS_SHIFT).leading_zeros() ^ (usize::BITS - 1);
     (((shift - MIN_SHIFT) as usize) << STEPS_SHIFT) + (x >> shift)
 }
 
@@ -123,7 +123,7 @@ pub(crate) const fn slab_shape(stride: usize, capacity: usize) -> SlabShape {
     SlabShape { pages: pages as u32, blocks: blocks as u32, stride: stride as u32 }
 }
 
-const _: () = assert!(CLASSES == 112);
+const _: () = assert!(CLASSES == 176);
 const _: () = assert!(size_of(CLASSES - 1) == MAX_BLOCK);
 const _: () = assert!(MAX_SLAB_BLOCK.is_multiple_of(PAGE));
 
@@ -135,14 +135,19 @@ mod tests {
 
     #[test]
     fn every_length_gets_the_smallest_class_that_holds_it() {
+        const EVERY: usize = 4 << 20;
         let mut class = 0;
-        for len in 1..=MAX_BLOCK {
+        for len in 1..=EVERY {
             if len > size_of(class) {
                 class += 1;
             }
             assert_eq!(class_of(len), class, "len {len}");
         }
-        assert_eq!(class, CLASSES - 1);
+        // Above that the steps are half a megabyte and more: look at both sides of each.
+        for class in class..CLASSES {
+            assert_eq!(class_of(size_of(class)), class);
+            assert_eq!(class_of(size_of(class - 1) + 1), class);
+        }
     }
 
     #[test]
@@ -160,7 +165,7 @@ mod tests {
             let size = size_of(class);
             assert_eq!(size % MIN_BLOCK, 0);
             assert!(align_of(size) >= MIN_BLOCK);
-            if size % PAGE == 0 {
+            if size.is_multiple_of(PAGE) {
                 assert_eq!(align_of(size), PAGE);
             }
         }
@@ -169,7 +174,7 @@ mod tests {
     #[test]
     fn aligned_classes_hold_and_align() {
         for align in [1, 64, 128, 512, 1024, 4096] {
-            for len in (0..=MAX_BLOCK).step_by(61) {
+            for len in (0..=4 << 20).step_by(61) {
                 let class = class_of_aligned(len, align);
                 assert!(size_of(class) >= len && align_of(size_of(class)) >= align.min(PAGE));
             }

@@ -328,11 +328,18 @@ impl Slabs {
         }
     }
 
+    /// The block at `addr`, which lies in a mapping.
     #[inline]
     fn entry(&self, addr: usize) -> Entry {
         let keys = self.map.keys_of(addr).unwrap_or(PackedKeys::from_word(0));
-        // SAFETY: callers pass the address of a block, which lies in a mapping and so is not null.
-        Entry { ptr: unsafe { NonNull::new_unchecked(addr as *mut u8) }, keys }
+        Self::entry_with(addr, keys)
+    }
+
+    #[inline]
+    fn entry_with(addr: usize, keys: PackedKeys) -> Entry {
+        // SAFETY: the address of a block, which lies in a mapping and so is not null.
+        let ptr = unsafe { NonNull::new_unchecked(addr as *mut u8) };
+        Entry { ptr, keys }
     }
 
     /// The slab that a page belongs to, checked against the slab's own bounds (a stale entry may name a
@@ -363,7 +370,7 @@ impl Slabs {
             while bits != 0 && got < want {
                 let block = i * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                sink(Entry { keys, ..self.entry_unkeyed(start + block * stride) });
+                sink(Self::entry_with(start + block * stride, keys));
                 got += 1;
             }
             word.store(bits, Relaxed);
@@ -375,15 +382,6 @@ impl Slabs {
             state.partial[class].remove(&first);
         }
         got
-    }
-
-    #[inline]
-    fn entry_unkeyed(&self, addr: usize) -> Entry {
-        // SAFETY: the address of a block inside an arena, so not null.
-        Entry {
-            ptr: unsafe { NonNull::new_unchecked(addr as *mut u8) },
-            keys: PackedKeys::from_word(0),
-        }
     }
 
     fn give_one(&self, state: &mut State, ptr: NonNull<u8>) {
@@ -490,19 +488,20 @@ impl Slabs {
     fn give_run(&self, state: &mut State, mut first: u32, mut pages: u32) {
         let stride = self.map.stride_pages();
         let end = first + pages;
-        if !first.is_multiple_of(stride) {
-            if let Some(n) = self.map.get(first - 1).as_free_run() {
-                state.runs.remove(&(n, first - n));
-                first -= n;
-                pages += n;
-            }
+        if !first.is_multiple_of(stride)
+            && let Some(n) = self.map.get(first - 1).as_free_run()
+        {
+            state.runs.remove(&(n, first - n));
+            first -= n;
+            pages += n;
         }
         let last = (self.map.len() >> PAGE_SHIFT) as u32;
-        if !end.is_multiple_of(stride) && end < last {
-            if let Some(n) = self.map.get(end).as_free_run() {
-                state.runs.remove(&(n, end));
-                pages += n;
-            }
+        if !end.is_multiple_of(stride)
+            && end < last
+            && let Some(n) = self.map.get(end).as_free_run()
+        {
+            state.runs.remove(&(n, end));
+            pages += n;
         }
         Self::mark_free(&self.map, (pages, first));
         state.runs.insert((pages, first));

@@ -89,6 +89,8 @@ pub(crate) fn gate_at(offset: u32) -> *const ThreadGate {
 /// and accesses through that are several cycles cheaper than through the segment register.
 #[inline(always)]
 fn opaque<T>(mut ptr: *const T) -> *const T {
+    // It is the address that must stay in a register, not what it points to, so `nomem` is meant.
+    #[allow(clippy::pointers_in_nomem_asm_block)]
     #[cfg(not(miri))]
     // SAFETY: no instructions; the operand goes in and comes out unchanged.
     unsafe {

@@ -1,5 +1,6 @@
 //! Many threads. Proves: no thread hoards (B26), frees elsewhere come back, thread exit gives all back
 //! in any order of destructors, handles and buffers may be dropped in any order on any thread.
+#![cfg(feature = "fault")]
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -228,7 +228,7 @@ impl Model {
                 let out: usize = self.ranges.iter().map(|(a, b)| b - a).sum();
                 assert_eq!((e.asked, e.live, e.live_buffers), (len, out, self.held.len()));
                 // A run this long holds an aligned start with enough behind it, wherever it lies.
-                let slack = if align > 4096 { align - 4096 } else { 0 };
+                let slack = align.saturating_sub(4096);
                 assert!(e.largest_free < len.max(1).next_multiple_of(4096) + slack);
                 assert!(len > 0 || e.unused < CAPACITY);
             }
@@ -260,7 +260,7 @@ impl Model {
         let back = unsafe {
             let inside = raw.wrapping_add(1 + which % (cap - 1));
             assert!(self.pool.free_raw(inside).is_err());
-            assert!(matches!(self.pool.free_raw(raw.wrapping_sub(4 * CAPACITY)), Err(_)));
+            assert!(self.pool.free_raw(raw.wrapping_sub(4 * CAPACITY)).is_err());
             assert_eq!(self.pool.free_raw(std::ptr::null_mut()), Err(FreeError::Null));
             self.pool.from_raw(raw).unwrap()
         };

@@ -17,7 +17,7 @@ pub(crate) struct Plan {
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Rep {
     pub(crate) min: f64,
-    /// The mean over all slices; of single operations the median.
+    /// The mean over the slices; of single operations the median.
     pub(crate) centre: f64,
     pub(crate) p99: f64,
     pub(crate) p999: f64,
@@ -43,6 +43,10 @@ pub(crate) fn median(values: &mut [f64]) -> f64 {
         _ => values.get(n / 2).copied().unwrap_or(f64::NAN),
     }
 }
+
+/// A slice that is longer by this than most was not the thread's own: schedulers give another program
+/// milliseconds.
+const LOST_NS: f64 = 500e3;
 
 /// Clock readings at the slices' borders.
 pub(crate) struct Marks {
@@ -80,10 +84,20 @@ impl Marks {
         self.marks.windows(2).map(move |m| (m[1] - m[0]) as f64 * scale)
     }
 
+    /// The mean over the slices in which the thread kept its processor. A slice that took so much longer
+    /// than others was interrupted by another program; what it lasted says nothing of the contender.
+    pub(crate) fn mean(&self) -> f64 {
+        let mut slices: Vec<f64> = self.slices().collect();
+        let lost = LOST_NS / self.per_slice as f64;
+        let limit = median(&mut slices) + lost;
+        slices.retain(|&ns| ns <= limit);
+        slices.iter().sum::<f64>() / slices.len().max(1) as f64
+    }
+
     pub(crate) fn rep(&self) -> Rep {
         let mut slices: Vec<f64> = self.slices().collect();
         slices.sort_by(f64::total_cmp);
-        let centre = slices.iter().sum::<f64>() / slices.len().max(1) as f64;
+        let centre = self.mean();
         Rep {
             min: centre,
             centre,

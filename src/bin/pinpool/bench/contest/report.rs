@@ -59,8 +59,9 @@ struct LeftOut {
 pub(crate) const METHOD: &str = "\
 Method: All contenders run in one process and take turns, one repetition each, the first one \
 changing; jemalloc-tuned, whose options are global, runs in a second process in the same turns. \
-Threads are pinned. min and median are of the repetitions' means, p99 and p99.9 of slices of some \
-4 µs inside a repetition (the median repetition's). In burst each operation is timed alone, the \
+Threads are pinned. A repetition has slices of some 4 µs. min and median are of the repetitions' \
+means, without slices in which another program had the processor (half a millisecond longer than \
+most); p99 and p99.9 are of all slices in a repetition (the median repetition's). In burst each operation is timed alone, the \
 clock's own time in it, and all figures are of single operations. The first byte of each buffer is \
 written; in handoff the receiver reads it. Sizes are not known to the compiler. Before it is timed \
 each contender is checked: buffers do not overlap, contents stay, keys are those of keys_of.

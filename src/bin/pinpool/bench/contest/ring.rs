@@ -20,6 +20,9 @@ use super::{
     spec::{Case, RING, Spec},
 };
 
+/// Pauses of the processor between two looks.
+const PAUSES: usize = 32;
+
 /// Each side's counter lies on lines of its own, and each side keeps a copy of the other's.
 pub(crate) struct Ring<T> {
     places: Box<[UnsafeCell<MaybeUninit<T>>]>,
@@ -60,7 +63,9 @@ impl<T> Ring<T> {
         (Sender { ring, sent, received }, Receiver { ring, sent, received })
     }
 
-    /// Waits until `ready`; false if the other side is gone.
+    /// Waits until `ready`; false if the other side is gone. Looks only every microsecond or so: a
+    /// receiver at the sender's heels would take each line away from it while it is written, and what is
+    /// timed would be that.
     #[cold]
     fn wait(&self, mut ready: impl FnMut() -> bool) -> bool {
         let mut spins = 0u32;
@@ -74,8 +79,8 @@ impl<T> Ring<T> {
                 return false;
             }
             spins += 1;
-            if spins < 10_000 {
-                std::hint::spin_loop();
+            if spins < 1_000 {
+                (0..PAUSES).for_each(|_| std::hint::spin_loop());
             } else {
                 std::thread::yield_now();
             }

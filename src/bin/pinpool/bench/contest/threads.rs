@@ -1,5 +1,6 @@
-//! Pairs on several threads at once. The time counts from the first start to the last end, and is
-//! divided by all pairs: two threads that do not hinder each other show half of what one shows.
+//! Pairs on several threads at once. The slowest thread's time counts, or where they share processors
+//! that from the first start to the last end, and is divided by all pairs: two threads that do not hinder
+//! each other show half of what one shows.
 
 use std::{
     sync::{Arc, Barrier},
@@ -76,12 +77,17 @@ where
             }
         };
         let marks = self.run(self.plan, per_slice)?;
-        let first = marks.iter().map(Marks::first).min().unwrap_or(0);
-        let last = marks.iter().map(Marks::last).max().unwrap_or(0);
-        let pairs = (self.threads * self.plan.slices * per_slice) as f64;
-        let centre = (last - first) as f64 * ns_per_tick() / pairs;
         // So many threads run at a time, and each slice counts for its share.
         let abreast = self.threads.min(cpu::count()) as f64;
+        let centre = if self.threads <= cpu::count() {
+            // Each has a processor to itself, and the slowest is the last.
+            marks.iter().map(Marks::mean).fold(0.0, f64::max) / abreast
+        } else {
+            let first = marks.iter().map(Marks::first).min().unwrap_or(0);
+            let last = marks.iter().map(Marks::last).max().unwrap_or(0);
+            let pairs = (self.threads * self.plan.slices * per_slice) as f64;
+            (last - first) as f64 * ns_per_tick() / pairs
+        };
         let mut slices: Vec<f64> = marks.iter().flat_map(Marks::slices).collect();
         slices.iter_mut().for_each(|ns| *ns /= abreast);
         slices.sort_by(f64::total_cmp);
