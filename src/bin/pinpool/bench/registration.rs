@@ -34,7 +34,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE,..", value_delimiter = ',', value_parser = parse_size)]
     #[arg(default_value = "4K,16K,64K,256K,1M,4M,16M,64M")]
     sizes: Vec<usize>,
-    /// Turns for each size, at most; each gives 8 samples of the per-call side and 1 of the pool
+    /// Turns for each size, at most; each gives 1 sample of either side
     #[arg(long = "samples", value_name = "N", default_value_t = 500)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
     turns: u32,
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = parse_seconds)]
     row_seconds: f64,
     /// The pages of both sides
-    #[arg(long, value_enum, default_value_t = PageChoice::Prefer)]
+    #[arg(long, value_enum, default_value_t = PageChoice::Base)]
     pages: PageChoice,
     /// Print one JSON object instead of a table
     #[arg(long)]
@@ -54,11 +54,14 @@ Method: Both sides use one device, one PD, the same rights, and pages of one siz
 and faulted in beforehand; neither touches its bytes while it is timed. A per-call sample is one \
 register + deregister, less the least cost of reading the clock. A pool sample is the mean of a batch \
 of alloc + free, so long that the clock does not count; each alloc yields address, lkey and rkey. The \
-sides take turns of 8 per-call samples and 1 batch, and the sizes are gone through 5 times. A call \
+sides take turns, one per-call sample and one batch, and the sizes are gone through 5 times. A call \
 that fails is counted and not timed. Building the pool (mapping, faulting in, registering) is timed \
 apart.
 
-Bias: Both sides are measured in their steady state, caches warm, one thread, one buffer at a time. \
+Bias: One thread, one buffer at a time. A batch keeps the pool's few lines in the caches; a per-call \
+sample finds the kernel's code as a message finds it that comes after other work. Base pages are 4 KiB \
+throughout (transparent hugepages are turned off for this process), as the memory is that programs \
+register per call; on hugepages registering is cheaper, see --pages 2M. \
 The pool's min and p99 are those of batch means and hide slow single calls. The per-call side leaves \
 out what a program pays that also maps and touches its buffers anew. In an emulated guest both sides \
 are emulated.
@@ -74,9 +77,6 @@ const LARGEST: usize = 64 << 20;
 const PASSES: usize = 5;
 /// Turns that a size gets in each pass whatever time they take.
 const LEAST_TURNS: usize = 3;
-/// Samples that the per-call side takes in a turn, one after the other: the first call after the other
-/// side's batch finds the kernel's code and data out of the caches and takes twice as long.
-const RUN: usize = 8;
 /// How long a batch takes at least.
 const BATCH_TIME: Duration = Duration::from_micros(100);
 /// ... and this many times what reading the clock costs.
@@ -109,7 +109,7 @@ impl Args {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum PageChoice {
-    /// The system's base pages
+    /// The system's base pages, none of them transparently huge
     Base,
     /// 2 MiB hugepages, or an error
     #[value(name = "2M")]
@@ -165,6 +165,11 @@ impl Bench {
             Pages::Prefer(_) if note.is_some() => Pages::Base,
             pages => pages,
         };
+        if pages == Pages::Base {
+            // Else the pages might be huge all the same, on one side or both.
+            nix::sys::prctl::set_thp_disable(true)
+                .map_err(|e| Failure::Failed(format!("turning transparent hugepages off: {e}")))?;
+        }
         let sides = Sides::build(device, largest, pages);
         let sides = sides.map_err(|e| Failure::Failed(e.to_string()))?;
         let peer = Peer::connect(device).map_err(Failure::Failed)?;
@@ -179,7 +184,7 @@ impl Bench {
         sizes.dedup();
         let turns = args.turns as usize;
         let mut rows: Vec<Row> =
-            sizes.into_iter().map(|bytes| Row::new(bytes, turns * RUN, turns)).collect();
+            sizes.into_iter().map(|bytes| Row::new(bytes, turns, turns)).collect();
         let mut progress = Progress::new(rows.len() * (1 + PASSES));
         for row in &mut rows {
             progress.at(format!("checking data, {}", show_bytes(row.bytes)));
@@ -222,17 +227,15 @@ impl Bench {
         }
     }
 
-    /// One batch of the pool, and a run of per-call samples.
+    /// One batch of the pool, and one per-call sample.
     fn turn(&mut self, row: &mut Row) {
         match self.sides.time_pool(row.bytes, row.pairs) {
             Ok(time) => row.pool.push(time.as_nanos() as f64 / f64::from(row.pairs)),
             Err(e) => row.error(e),
         }
-        for _ in 0..RUN {
-            match self.sides.per_call.time(row.bytes) {
-                Ok(time) => row.per_call.push(time.saturating_sub(self.clock).as_nanos() as f64),
-                Err(e) => row.error(e),
-            }
+        match self.sides.per_call.time(row.bytes) {
+            Ok(time) => row.per_call.push(time.saturating_sub(self.clock).as_nanos() as f64),
+            Err(e) => row.error(e),
         }
     }
 

@@ -97,7 +97,7 @@ pub(crate) struct Environment {
     pub(crate) cpus: usize,
     /// `RLIMIT_MEMLOCK`, soft and hard; `None` is unlimited.
     pub(crate) memlock: [Option<u64>; 2],
-    /// Transparent hugepages: `always`, `madvise` or `never`.
+    /// Transparent hugepages: `always`, `madvise`, `never`, or off for this process.
     pub(crate) thp: Option<String>,
 }
 
@@ -141,6 +141,9 @@ fn cpu_name() -> String {
 
 /// The setting in brackets is the one that holds.
 fn thp() -> Option<String> {
+    if nix::sys::prctl::get_thp_disable() == Ok(true) {
+        return Some("off for this process".to_owned());
+    }
     let all = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
     Some(all.split_once('[')?.1.split_once(']')?.0.to_owned())
 }
