@@ -91,6 +91,10 @@ impl Visit for FillUp<'_> {
         let all = (0..times).map(|i| fill(&mut handle, spec, bed.capacity(), 100 + i as u64));
         let all = all.collect::<Result<Vec<_>, _>>()?;
         let mid = |f: fn(&Filled) -> f64| median(&mut all.iter().map(f).collect::<Vec<_>>());
-        Ok(Some(Filled { requested: mid(|f| f.requested), blocks: mid(|f| f.blocks) }))
+        Ok(Some(Filled {
+            capacity: bed.capacity(),
+            requested: mid(|f| f.requested),
+            blocks: mid(|f| f.blocks),
+        }))
     }
 }

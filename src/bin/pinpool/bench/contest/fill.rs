@@ -5,6 +5,8 @@ use super::{contender::Handle, random::Random, spec::Spec};
 /// Shares of the capacity at the first failure.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Filled {
+    /// Bytes of the pool.
+    pub(crate) capacity: usize,
     /// Bytes that were asked for.
     pub(crate) requested: f64,
     /// Bytes of the blocks that were given.
@@ -40,5 +42,5 @@ pub(crate) fn fill<H: Handle>(
         return Err(format!("{requested} bytes in {blocks} of {capacity}: the sums are wrong"));
     }
     let share = |bytes: usize| bytes as f64 / capacity as f64;
-    Ok(Filled { requested: share(requested), blocks: share(blocks) })
+    Ok(Filled { capacity, requested: share(requested), blocks: share(blocks) })
 }

@@ -73,10 +73,13 @@ where
         let messages = 4 * RING as u64;
         let send = |mut handle: C::Handle, mut sender: Sender<'_, Held<C>>| {
             for i in 0..messages {
-                let held = out(&mut handle, self.bytes);
-                // SAFETY: the buffer is ours; a contender's buffers are 8-byte aligned and longer.
-                unsafe { C::Handle::addr(&held).cast::<u64>().write(i) };
-                if !sender.send(held) {
+                let message = || {
+                    let held = out(&mut handle, self.bytes);
+                    // SAFETY: the buffer is ours; all contenders' are 8-byte aligned and longer.
+                    unsafe { C::Handle::addr(&held).cast::<u64>().write(i) };
+                    held
+                };
+                if !sender.send(message) {
                     return;
                 }
             }
@@ -117,8 +120,7 @@ fn send_all<C: Contender>(
 ) {
     handle.begin();
     for _ in 0..messages {
-        let held = out(&mut handle, unknown(bytes));
-        if !sender.send(held) {
+        if !sender.send(|| out(&mut handle, unknown(bytes))) {
             return;
         }
     }

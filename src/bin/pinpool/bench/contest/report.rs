@@ -245,12 +245,14 @@ impl Report {
     }
 
     fn fill_table(&self, row: &Row) -> String {
-        let mut lines = vec![["share", "requested", "in blocks"].map(String::from).to_vec()];
+        let mut lines = vec![["share", "requested", "in blocks", "of"].map(String::from).to_vec()];
         for r in self.beside(row) {
             let Value::Filled(filled) = r.value else { continue };
             let percent = |share: f64| format!("{:.1} %", share * 100.0);
-            let line = [r.contender.to_owned(), percent(filled.requested), percent(filled.blocks)];
-            lines.push(line.to_vec());
+            let mut line = vec![r.contender.to_owned()];
+            line.extend([filled.requested, filled.blocks].map(percent));
+            line.push(bytes(filled.capacity));
+            lines.push(line);
         }
         aligned(&lines)
     }
@@ -297,6 +299,7 @@ impl Row {
                 }),
             ),
             Value::Filled(filled) => {
+                put("capacity", filled.capacity.into());
                 put("requested_over_capacity", short(filled.requested, 4).into());
                 put("blocks_over_capacity", short(filled.blocks, 4).into())
             }

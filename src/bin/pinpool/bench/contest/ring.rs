@@ -91,9 +91,9 @@ impl<T> Ring<T> {
 }
 
 impl<T> Sender<'_, T> {
-    /// Sends, waiting for room; false if the receiver is gone.
+    /// Waits for room, then makes a message in its place and sends it; false if the receiver is gone.
     #[inline(always)]
-    pub(crate) fn send(&mut self, message: T) -> bool {
+    pub(crate) fn send(&mut self, message: impl FnOnce() -> T) -> bool {
         if self.sent - self.received == RING {
             let (ring, sent) = (self.ring, self.sent);
             let room = || {
@@ -106,7 +106,7 @@ impl<T> Sender<'_, T> {
         }
         // SAFETY: fewer than RING messages lie between the counters, so the receiver is done with this
         // place (acquired above) and will not look at it before the store below.
-        unsafe { (*self.ring.places[self.sent % RING].get()).write(message) };
+        unsafe { (*self.ring.places[self.sent % RING].get()).write(message()) };
         self.sent += 1;
         self.ring.sent.store(self.sent, Release);
         true
@@ -155,7 +155,7 @@ impl<T> Drop for Receiver<'_, T> {
 /// The ring alone, with buffers that go round in order.
 pub(crate) struct Bare;
 
-/// One more than the ring holds is being filled while the receiver looks at another; see `take`.
+/// More than the ring holds: one is filled while the receiver looks at another.
 const BUFFERS: usize = RING + 2;
 
 impl Contender for Bare {
@@ -194,8 +194,8 @@ impl Handle for BareHandle {
         Ok(Self { _borrowed: borrowed, addrs, next: 0 })
     }
 
-    /// The buffer that was sent `BUFFERS` messages ago. The one before it has been sent, so the receiver
-    /// has taken at least two messages more than would fill the ring: it is done with this one.
+    /// The buffer that was sent `BUFFERS` messages ago. There is room in the ring, so the receiver has
+    /// taken a message sent after it, and is done with this one.
     #[inline(always)]
     fn take(&mut self, _: usize) -> Option<Message> {
         let addr = self.addrs[self.next];
@@ -229,7 +229,7 @@ mod tests {
         let mut ring = Ring::new();
         let (mut sender, mut receiver) = ring.split();
         std::thread::scope(|s| {
-            s.spawn(move || (0..5_000).for_each(|i| assert!(sender.send(Box::new(i)))));
+            s.spawn(move || (0..5_000).for_each(|i| assert!(sender.send(|| Box::new(i)))));
             (0..5_000).for_each(|i| assert_eq!(receiver.receive().as_deref(), Some(&i)));
             assert!(receiver.receive().is_none(), "closed and empty");
         });
@@ -240,7 +240,7 @@ mod tests {
         let mut ring = Ring::new();
         let (mut sender, receiver) = ring.split();
         drop(receiver);
-        let sent = (0..2 * RING).take_while(|_| sender.send(())).count();
+        let sent = (0..2 * RING).take_while(|_| sender.send(|| ())).count();
         assert_eq!(sent, RING);
     }
 }

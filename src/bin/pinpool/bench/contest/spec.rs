@@ -90,8 +90,9 @@ impl Spec {
         match self.case {
             Case::KeysOf => 128 << 20,
             Case::Churn => 1 << 30,
-            Case::Fill if quick => 128 << 20,
-            Case::Fill => 512 << 20,
+            // The larger a pool, the less one hole that is too small for the longest buffer weighs.
+            Case::Fill if quick => 256 << 20,
+            Case::Fill => 2 << 30,
             _ => 256 << 20,
         }
     }
