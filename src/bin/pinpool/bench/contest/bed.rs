@@ -46,10 +46,10 @@ impl Bed {
         Ok(cell.get_or_init(|| pool).clone())
     }
 
-    /// The page size that the pool got, if one was built.
-    pub(crate) fn page_size(&self) -> Option<usize> {
-        let pool = self.plain.get().or(self.coloured.get())?;
-        pool.arenas().iter().map(|a| a.page_size).min()
+    /// The page sizes that the arenas got.
+    pub(crate) fn page_sizes(&self) -> impl Iterator<Item = usize> {
+        let pools = [&self.plain, &self.coloured].into_iter().filter_map(OnceCell::get);
+        pools.flat_map(|pool| pool.arenas().iter().map(|arena| arena.page_size))
     }
 }
 

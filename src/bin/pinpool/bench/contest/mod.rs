@@ -150,7 +150,7 @@ pub(crate) fn run(
                 &mut step,
             )?,
         };
-        report.page_size = report.page_size.or(bed.page_size());
+        report.page_sizes.extend(bed.page_sizes());
         if !go_on {
             return Ok(None);
         }

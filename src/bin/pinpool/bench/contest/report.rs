@@ -1,6 +1,6 @@
 //! The result: rows of numbers, as tables for people and as one JSON object for programs.
 
-use std::fmt::Write;
+use std::{collections::BTreeSet, fmt::Write};
 
 use serde_json::{Map, Value as Json, json};
 
@@ -41,8 +41,8 @@ pub(crate) struct Report {
     bench: String,
     reps: usize,
     pub(crate) pinned: bool,
-    /// Of the pool's arenas, the smallest met.
-    pub(crate) page_size: Option<usize>,
+    /// Of all arenas of all cases.
+    pub(crate) page_sizes: BTreeSet<usize>,
     pub(crate) rows: Vec<Row>,
     left_out: Vec<LeftOut>,
 }
@@ -113,7 +113,7 @@ impl Report {
             bench: bench.to_owned(),
             reps,
             pinned: false,
-            page_size: None,
+            page_sizes: BTreeSet::new(),
             rows: Vec::new(),
             left_out: Vec::new(),
         }
@@ -135,7 +135,7 @@ impl Report {
             "cpu": cpu::model(),
             "cpus": cpu::count(),
             "pinned": self.pinned,
-            "page_size": self.page_size,
+            "page_sizes": self.page_sizes,
             "repetitions": self.reps,
             "left_out": self.left_out.iter().map(left_out).collect::<Vec<_>>(),
             "rows": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
@@ -144,14 +144,15 @@ impl Report {
 
     /// The result as tables.
     pub(crate) fn text(&self) -> String {
+        let pages: Vec<String> = self.page_sizes.iter().map(|&n| bytes(n)).collect();
         let mut text = format!(
-            "{}, {} processors, kernel {}\n{} repetitions, threads {}pinned, pool on {}\n",
+            "{}, {} processors, kernel {}\n{} repetitions, threads {}pinned, pool on pages of {}\n",
             cpu::model(),
             cpu::count(),
             cpu::kernel(),
             self.reps,
             if self.pinned { "" } else { "not " },
-            self.page_size.map_or("no pages".to_owned(), |n| format!("pages of {}", bytes(n))),
+            pages.join(" and "),
         );
         let mut shown: Vec<(Case, Spec, Option<&str>)> = Vec::new();
         for row in &self.rows {
