@@ -32,10 +32,33 @@ pub struct Buf {
     entry: Entry,
     len: usize,
     core: NonNull<Core>,
-    place: Place,
-    /// The core's, here so that a free need not look there.
-    slot_offset: u32,
+    home: Home,
     _owns: PhantomData<[u8]>,
+}
+
+/// Where a block goes back to: its class's place in the low half, its pool's gate in the high half.
+///
+/// One word, for the reason that the keys are: a handle that is moved through memory would otherwise be
+/// stored in two halves and loaded as a whole.
+#[derive(Clone, Copy)]
+struct Home(u64);
+
+impl Home {
+    #[inline(always)]
+    const fn new(place: Place, slot_offset: u32) -> Self {
+        Self(place.offset() as u64 | (slot_offset as u64) << 32)
+    }
+
+    #[inline(always)]
+    const fn place(self) -> Place {
+        // SAFETY: the low half was a place's offset.
+        unsafe { Place::from_offset(self.0 as u32) }
+    }
+
+    #[inline(always)]
+    const fn slot_offset(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
 }
 
 // SAFETY: a buffer is the only owner of its block, and giving it back works on any thread (each uses its
@@ -49,7 +72,7 @@ impl Buf {
     #[inline(always)]
     pub(crate) fn new(pool: PoolRef, entry: Entry, len: usize, place: Place) -> Self {
         let PoolRef { core, slot_offset } = pool;
-        Self { entry, len, core, place, slot_offset, _owns: PhantomData }
+        Self { entry, len, core, home: Home::new(place, slot_offset), _owns: PhantomData }
     }
 
     #[inline(always)]
@@ -72,7 +95,7 @@ impl Buf {
 
     /// How many bytes the block has; [`set_len`](Buf::set_len) can use them all.
     pub fn capacity(&self) -> usize {
-        self.core().slabs.block_len(self.entry.ptr, self.place.class())
+        self.core().slabs.block_len(self.entry.ptr, self.home.place().class())
     }
 
     /// Sets the length, up to the capacity. The address stays (P9); bytes beyond the old length are
@@ -166,7 +189,7 @@ impl Buf {
     #[inline]
     pub(crate) fn into_parts(self) -> (Entry, Place) {
         let this = ManuallyDrop::new(self);
-        (this.entry, this.place)
+        (this.entry, this.home.place())
     }
 }
 
@@ -174,10 +197,10 @@ impl Drop for Buf {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: `gate_at` gives this thread's own gate, which lives as long as the thread.
-        let gate = unsafe { &*thread::gate_at(self.slot_offset) };
-        if !gate.push(self.place, self.entry) {
+        let gate = unsafe { &*thread::gate_at(self.home.slot_offset()) };
+        if !gate.push(self.home.place(), self.entry) {
             // SAFETY: not pushed, so this buffer is still live, and its core with it.
-            unsafe { Core::free_slow(self.core, self.entry, self.place) };
+            unsafe { Core::free_slow(self.core, self.entry, self.home.place()) };
         }
     }
 }

@@ -29,6 +29,7 @@ use crate::{
     gate::{Gate, revoke_all},
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
+    sync::in_register,
 };
 
 /// One class's magazines in one thread.
@@ -89,11 +90,13 @@ impl Mag {
         (self.end.get() as usize - self.top.load(Relaxed) as usize) / size_of::<Entry>()
     }
 
-    fn load(&self, depot: &Depot, m: Magazine) {
-        let (first, cap) = depot.memory(&m);
+    /// Loads a magazine, to be used up to `cap` blocks, or up to what it holds if that is more.
+    fn load(&self, depot: &Depot, m: Magazine, cap: usize) {
+        let (first, room) = depot.memory(&m);
+        let count = depot.count(&m);
         self.bottom.set(first);
-        // SAFETY: `first` and `cap` delimit one allocation, and `count <= cap`.
-        let (top, end) = unsafe { (first.add(depot.count(&m)), first.add(cap)) };
+        // SAFETY: `first` and `room` delimit one allocation, and `count <= room`.
+        let (top, end) = unsafe { (first.add(count), first.add(cap.max(count).min(room))) };
         self.end.set(end);
         self.top.store(top, Relaxed);
         self.loaded.set(Some(m));
@@ -109,11 +112,22 @@ impl Mag {
     }
 
     /// Makes the previous magazine the loaded one and the other way round.
-    fn swap(&self, depot: &Depot) {
+    fn swap(&self, depot: &Depot, cap: usize) {
         let now = self.previous.take();
         self.previous.set(self.unload(depot));
         if let Some(m) = now {
-            self.load(depot, m);
+            self.load(depot, m, cap);
+        }
+    }
+
+    /// Lets the loaded magazine be used up to `cap` blocks.
+    fn widen(&self, depot: &Depot, cap: usize) {
+        if let Some(m) = self.loaded.take() {
+            let (first, room) = depot.memory(&m);
+            // SAFETY: `first` and `room` delimit one allocation.
+            let end = unsafe { first.add(cap.min(room)) };
+            self.end.set(end.max(self.top.load(Relaxed)));
+            self.loaded.set(Some(m));
         }
     }
 
@@ -134,6 +148,18 @@ impl Place {
     #[inline(always)]
     pub(crate) const fn of(class: usize) -> Self {
         Self((class * size_of::<Mag>()) as u32)
+    }
+
+    #[inline(always)]
+    pub(crate) const fn offset(self) -> u32 {
+        self.0
+    }
+
+    /// # Safety
+    /// `offset` came from [`offset`](Place::offset).
+    #[inline(always)]
+    pub(crate) const unsafe fn from_offset(offset: u32) -> Self {
+        Self(offset)
     }
 
     #[inline(always)]
@@ -169,7 +195,7 @@ impl Magazines {
         debug_assert!(place.class() <= SPAN_CLASS);
         // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
         // SPAN_CLASS, so its place is that of an element of `mags`, which is the only field.
-        unsafe { &*(&raw const self.mags).byte_add(place.0 as usize).cast::<Mag>() }
+        unsafe { &*in_register((&raw const self.mags).byte_add(place.0 as usize).cast::<Mag>()) }
     }
 }
 
@@ -246,9 +272,15 @@ pub(crate) struct Local {
 
 struct LocalState {
     attached: bool,
-    /// Bytes that the magazines in use here can hold, over all classes.
+    /// How many blocks a magazine of each class may hold in this thread; grows with use.
+    caps: [u16; PLACES],
+    /// Bytes that the magazines in use here can hold so, over all classes.
     reserved: usize,
 }
+
+/// How many blocks a magazine may hold at first.
+const FIRST_CAP: usize = 8;
+const PLACES: usize = CLASSES + 1;
 
 // SAFETY: the magazines are touched inside the gate by the owner thread, or under `state`'s lock with
 // the gate idle (see `Hold`); the gate pointer is followed only while attached.
@@ -265,7 +297,7 @@ impl Local {
         let mags = std::array::from_fn(|_| Mag::new());
         Arc::new(Self {
             magazines: Box::new(UnsafeCell::new(Magazines { mags })),
-            state: Mutex::new(LocalState { attached: true, reserved: 0 }),
+            state: Mutex::new(LocalState { attached: true, caps: [0; PLACES], reserved: 0 }),
             gate,
         })
     }
@@ -346,38 +378,44 @@ impl Hold<'_> {
     /// Brings blocks of a class into the loaded magazine from the previous one or the depot; false if
     /// neither has any.
     pub(crate) fn reload(&mut self, depot: &Depot, class: usize) -> bool {
+        let cap = self.cap(depot, class);
         let mag = self.mag(class);
         if mag.previous_len(depot).is_some_and(|n| n > 0) {
-            mag.swap(depot);
+            mag.swap(depot, cap);
             return true;
         }
         let Some(full) = depot.get_full(class) else { return false };
-        self.reserve(depot, class);
-        let mag = self.mag(class);
         if let Some(empty) = mag.previous.take() {
             depot.put_empty(class, empty);
         }
         mag.previous.set(mag.unload(depot));
-        mag.load(depot, full);
+        mag.load(depot, full, cap);
         true
     }
 
     /// Makes room in the loaded magazine. `Some` is a full magazine that the depot did not want: the
     /// caller empties it into the slabs and puts it by as empty.
     pub(crate) fn make_room(&mut self, depot: &Depot, class: usize) -> Option<Magazine> {
-        self.reserve(depot, class);
+        let before = self.cap(depot, class);
+        let cap = self.grow(depot, class);
         let mag = self.mag(class);
+        if cap > before {
+            mag.widen(depot, cap);
+            if mag.room() > 0 {
+                return None;
+            }
+        }
         let mut surplus = None;
         match mag.previous_len(depot) {
-            Some(n) if n < depot.limits.magazine(class) => {
-                mag.swap(depot);
+            Some(n) if n < cap => {
+                mag.swap(depot, cap);
                 return None;
             }
             Some(_) => surplus = mag.previous.take().and_then(|m| depot.put_full(class, m).err()),
             None => {}
         }
         mag.previous.set(mag.unload(depot));
-        mag.load(depot, depot.get_empty(class));
+        mag.load(depot, depot.get_empty(class), cap);
         surplus
     }
 
@@ -388,10 +426,10 @@ impl Hold<'_> {
         class: usize,
         fill: impl FnOnce(usize, &mut dyn FnMut(Entry)),
     ) {
-        self.reserve(depot, class);
+        let cap = self.cap(depot, class);
         let mag = self.mag(class);
         if mag.end.get().is_null() {
-            mag.load(depot, depot.get_empty(class));
+            mag.load(depot, depot.get_empty(class), cap);
         }
         fill(mag.room(), &mut |entry| {
             let fitted = mag.push(entry);
@@ -399,14 +437,17 @@ impl Hold<'_> {
         });
     }
 
-    /// Keeps the thread within its share: if `class` gets its first magazines and the sum would exceed
-    /// the share, all other classes' magazines go to the depot first.
-    fn reserve(&mut self, depot: &Depot, class: usize) {
-        if !self.mag(class).end.get().is_null() {
-            return;
+    /// How many blocks a magazine of the class may hold in this thread. A class that is used for the first
+    /// time gets a few; if even those exceed the thread's share, all other classes' magazines go to the
+    /// depot first, and start anew.
+    fn cap(&mut self, depot: &Depot, class: usize) -> usize {
+        let cap = usize::from(self.state.caps[class]);
+        if cap > 0 {
+            return cap;
         }
-        let of = |class| 2 * depot.limits.magazine(class) * size_class::size_of(class);
-        if self.state.reserved + of(class) > depot.limits.thread() && self.state.reserved > 0 {
+        let first = depot.limits.magazine(class).min(FIRST_CAP);
+        let bytes = Self::bytes(class, first);
+        if self.state.reserved + bytes > depot.limits.thread() && self.state.reserved > 0 {
             for other in 0..CLASSES {
                 // What the depot does not want stays in the thread: nothing is lost, and the next
                 // recall finds it.
@@ -414,15 +455,36 @@ impl Hold<'_> {
                     let Err(m) = self.put_by(depot, other, m) else { continue };
                     let mag = self.mag(other);
                     if mag.end.get().is_null() {
-                        mag.load(depot, m);
+                        mag.load(depot, m, 0);
                     } else {
                         mag.previous.set(Some(m));
                     }
                 }
             }
+            self.state.caps = [0; PLACES];
             self.state.reserved = 0;
         }
-        self.state.reserved += of(class);
+        self.state.caps[class] = first as u16;
+        self.state.reserved += bytes;
+        first
+    }
+
+    /// Doubles what a magazine of the class may hold, as far as that is within the thread's share.
+    fn grow(&mut self, depot: &Depot, class: usize) -> usize {
+        let cap = self.cap(depot, class);
+        let more = cap.min(depot.limits.magazine(class) - cap);
+        let bytes = Self::bytes(class, more);
+        if more == 0 || self.state.reserved + bytes > depot.limits.thread() {
+            return cap;
+        }
+        self.state.caps[class] += more as u16;
+        self.state.reserved += bytes;
+        cap + more
+    }
+
+    /// Bytes of blocks in the two magazines of a class that holds `cap` in each.
+    fn bytes(class: usize, cap: usize) -> usize {
+        2 * cap * size_class::size_of(class)
     }
 
     fn unload(&self, depot: &Depot, class: usize) -> impl Iterator<Item = Magazine> + use<> {
@@ -449,6 +511,7 @@ impl Hold<'_> {
                 }
             }
         }
+        self.state.caps = [0; PLACES];
         self.state.reserved = 0;
     }
 }

@@ -202,32 +202,34 @@ impl Core {
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
     fn alloc_cached(&self, class: usize) -> Option<Entry> {
-        let local = thread::local_of(self)?;
-        // SAFETY: `local_of` gives this thread's own, and this thread is not inside its gate.
-        let mut hold = unsafe { local.hold_as_owner() };
-        if !hold.attached() {
-            return None;
-        }
-        let mut entry = hold.pop(class);
-        if entry.is_none() {
-            if !hold.reload(&self.depot, class) {
-                if size_class::size_of(class) > MAX_SLAB_BLOCK {
-                    // Calling back takes this thread's lock too.
-                    drop(hold);
-                    self.consolidate(size_class::size_of(class));
-                    // SAFETY: as above.
-                    hold = unsafe { local.hold_as_owner() };
-                }
-                hold.fill(&self.depot, class, |room, sink| {
-                    self.slabs.take(class, self.refill(room), sink);
-                });
+        thread::with_local(self, |local| {
+            // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
+            let mut hold = unsafe { local.hold_as_owner() };
+            if !hold.attached() {
+                return None;
             }
-            entry = hold.pop(class);
-        }
-        if self.gated {
-            hold.publish();
-        }
-        entry
+            let mut entry = hold.pop(class);
+            if entry.is_none() {
+                if !hold.reload(&self.depot, class) {
+                    if size_class::size_of(class) > MAX_SLAB_BLOCK {
+                        // Calling back takes this thread's lock too.
+                        drop(hold);
+                        self.consolidate(size_class::size_of(class));
+                        // SAFETY: as above.
+                        hold = unsafe { local.hold_as_owner() };
+                    }
+                    hold.fill(&self.depot, class, |room, sink| {
+                        self.slabs.take(class, self.refill(room), sink);
+                    });
+                }
+                entry = hold.pop(class);
+            }
+            if self.gated {
+                hold.publish();
+            }
+            entry
+        })
+        .flatten()
     }
 
     fn refill(&self, room: usize) -> usize {
@@ -335,35 +337,41 @@ impl Core {
     #[inline(never)]
     pub(crate) unsafe fn free_slow(core: NonNull<Self>, entry: Entry, place: Place) {
         let class = place.class();
-        // SAFETY: the caller's block is live, so the core is.
-        let core = unsafe { Self::keep(core) };
+        // SAFETY: the caller's block is live, so the core is, until the block has been given back.
+        let this = unsafe { core.as_ref() };
         // A child owns none of this; its copy of the books just keeps the block.
-        if core.foreign() || (class < CLASSES && core.free_cached(entry, class)) {
+        if this.foreign() || (class < CLASSES && this.free_cached(entry, class)) {
             return;
         }
+        // SAFETY: as above. From the next line on another thread may be the one that ends the pool.
+        let core = unsafe { Self::keep(core) };
         if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
             core.tear_down();
         }
     }
 
+    /// Puts a block into this thread's magazines; false if it has none. Once the block is in and the
+    /// thread's lock released, the core may be gone.
     fn free_cached(&self, entry: Entry, class: usize) -> bool {
-        let Some(local) = thread::local_of(self) else { return false };
-        // SAFETY: `local_of` gives this thread's own, and this thread is not inside its gate.
-        let mut hold = unsafe { local.hold_as_owner() };
-        if !hold.attached() {
-            return false;
-        }
-        if !hold.push(class, entry) {
-            if let Some(surplus) = hold.make_room(&self.depot, class) {
-                self.empty_out(class, surplus);
+        thread::with_local(self, |local| {
+            // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
+            let mut hold = unsafe { local.hold_as_owner() };
+            if !hold.attached() {
+                return false;
             }
-            let pushed = hold.push(class, entry);
-            debug_assert!(pushed, "room was just made");
-        }
-        if self.gated {
-            hold.publish();
-        }
-        true
+            if !hold.push(class, entry) {
+                if let Some(surplus) = hold.make_room(&self.depot, class) {
+                    self.empty_out(class, surplus);
+                }
+                let pushed = hold.push(class, entry);
+                debug_assert!(pushed, "room was just made");
+            }
+            if self.gated {
+                hold.publish();
+            }
+            true
+        })
+        .unwrap_or(false)
     }
 }
 

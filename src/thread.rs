@@ -16,6 +16,7 @@ use crate::{
     gate::Gate,
     magazine::{self, Local, ThreadGate},
     pool::Core,
+    sync::in_register,
     sys::fork,
 };
 
@@ -80,49 +81,39 @@ impl Drop for Slot {
 #[inline(always)]
 pub(crate) fn gate_at(offset: u32) -> *const ThreadGate {
     // `with` on a thread-local without destructor always works.
-    let row = GATES.with(|row| opaque(row.as_ptr()));
     // SAFETY: `offset` is a slot's, so the result is inside the row.
-    unsafe { row.byte_add(offset as usize) }
+    GATES.with(|row| in_register(unsafe { row.as_ptr().byte_add(offset as usize) }))
 }
 
-/// Keeps the compiler from folding a thread-local's address into each access: it then lies in a register,
-/// and accesses through that are several cycles cheaper than through the segment register.
-#[inline(always)]
-fn opaque<T>(mut ptr: *const T) -> *const T {
-    // It is the address that must stay in a register, not what it points to, so `nomem` is meant.
-    #[allow(clippy::pointers_in_nomem_asm_block)]
-    #[cfg(not(miri))]
-    // SAFETY: no instructions; the operand goes in and comes out unchanged.
-    unsafe {
-        std::arch::asm!("/* {0} */", inout(reg) ptr, options(pure, nomem, nostack, preserves_flags));
+/// Runs `f` on this thread's magazines for `core`, made if need be. `None` when the thread is past giving
+/// things back, or when this is called from inside itself (through a global allocator, say).
+pub(crate) fn with_local<R>(core: &Core, f: impl FnOnce(&Local) -> R) -> Option<R> {
+    if !core.has_gates() {
+        return None;
     }
-    ptr
+    let run = |attached: &RefCell<Attached>| {
+        // Borrowed until `f` is done: that is what keeps a call from inside out.
+        let mut attached = attached.try_borrow_mut().ok()?;
+        let at = match attached.0.iter().position(|(id, _, _)| *id == core.id) {
+            Some(at) => at,
+            None => attach(core, &mut attached.0)?,
+        };
+        Some(f(&attached.0[at].1))
+    };
+    ATTACHED.try_with(run).ok().flatten()
 }
 
-/// This thread's magazines for `core`, made if need be. `None` when the thread is past giving things
-/// back, or when this is called from inside itself (through a global allocator, say).
-pub(crate) fn local_of(core: &Core) -> Option<Arc<Local>> {
-    ATTACHED
-        .try_with(|attached| {
-            if !core.has_gates() {
-                return None;
-            }
-            let mut attached = attached.try_borrow_mut().ok()?;
-            if let Some((_, local, _)) = attached.0.iter().find(|(id, _, _)| *id == core.id) {
-                return Some(local.clone());
-            }
-            fork::on_child(close_gates);
-            // SAFETY: the gate is this thread's, and lives until the thread has ended, before which
-            // `Attached` is dropped and detaches.
-            let local = unsafe { Local::new(gate_at(core.slot_offset)) };
-            let shared = core.attach(&local)?;
-            // Forget pools that are gone: their places may be others' by now.
-            attached.0.retain(|(_, _, core)| core.strong_count() > 0);
-            attached.0.push((core.id, local.clone(), shared));
-            Some(local)
-        })
-        .ok()
-        .flatten()
+#[cold]
+fn attach(core: &Core, attached: &mut Vec<(u64, Arc<Local>, Weak<Core>)>) -> Option<usize> {
+    fork::on_child(close_gates);
+    // SAFETY: the gate is this thread's, and lives until the thread has ended, before which `Attached` is
+    // dropped and detaches.
+    let local = unsafe { Local::new(gate_at(core.slot_offset)) };
+    let shared = core.attach(&local)?;
+    // Forget pools that are gone: their places may be others' by now.
+    attached.retain(|(_, _, core)| core.strong_count() > 0);
+    attached.push((core.id, local, shared));
+    Some(attached.len() - 1)
 }
 
 /// In a forked child, on its only thread: closes all gates, so that every use of a pool takes the slow
