@@ -16,10 +16,7 @@
 use std::{
     cell::{Cell, UnsafeCell},
     ptr,
-    sync::{
-        Arc,
-        atomic::{AtomicPtr, Ordering::Relaxed},
-    },
+    sync::Arc,
 };
 
 use parking_lot::{Mutex, MutexGuard};
@@ -34,8 +31,7 @@ use crate::{
 
 /// One class's magazines in one thread.
 struct Mag {
-    /// Atomic only so that the books can read it; the owner alone writes it while the gate is open.
-    top: AtomicPtr<Entry>,
+    top: Cell<*mut Entry>,
     bottom: Cell<*mut Entry>,
     end: Cell<*mut Entry>,
     loaded: Cell<Option<Magazine>>,
@@ -47,7 +43,7 @@ const _: () = assert!(size_of::<Mag>() == 32, "class to magazine is a shift");
 impl Mag {
     const fn new() -> Self {
         Self {
-            top: AtomicPtr::new(ptr::null_mut()),
+            top: Cell::new(ptr::null_mut()),
             bottom: Cell::new(ptr::null_mut()),
             end: Cell::new(ptr::null_mut()),
             loaded: Cell::new(None),
@@ -57,37 +53,42 @@ impl Mag {
 
     #[inline(always)]
     fn pop(&self) -> Option<Entry> {
-        let top = self.top.load(Relaxed);
+        let top = self.top.get();
         if top == self.bottom.get() {
             return None;
         }
         // SAFETY: `bottom < top <= end` delimit the loaded magazine's memory, so `top - 1` is in it,
         // and was written by the push (or load) that moved `top` above it.
         let top = unsafe { top.sub(1) };
-        self.top.store(top, Relaxed);
+        self.top.set(top);
         // SAFETY: as above.
         Some(unsafe { top.read() })
     }
 
     #[inline(always)]
     fn push(&self, entry: Entry) -> bool {
-        let top = self.top.load(Relaxed);
+        let top = self.top.get();
         if top == self.end.get() {
             return false;
         }
         // SAFETY: `bottom <= top < end` delimit the loaded magazine's memory, so `top` is in it.
         unsafe { top.write(entry) };
         // SAFETY: as above; one past `top` is at most `end`.
-        self.top.store(unsafe { top.add(1) }, Relaxed);
+        self.top.set(unsafe { top.add(1) });
         true
     }
 
     fn len(&self) -> usize {
-        (self.top.load(Relaxed) as usize - self.bottom.get() as usize) / size_of::<Entry>()
+        (self.top.get() as usize - self.bottom.get() as usize) / size_of::<Entry>()
+    }
+
+    /// How many blocks the loaded magazine may hold.
+    fn cap(&self) -> usize {
+        (self.end.get() as usize - self.bottom.get() as usize) / size_of::<Entry>()
     }
 
     fn room(&self) -> usize {
-        (self.end.get() as usize - self.top.load(Relaxed) as usize) / size_of::<Entry>()
+        (self.end.get() as usize - self.top.get() as usize) / size_of::<Entry>()
     }
 
     /// Loads a magazine, to be used up to `cap` blocks, or up to what it holds if that is more.
@@ -98,14 +99,14 @@ impl Mag {
         // SAFETY: `first` and `room` delimit one allocation, and `count <= room`.
         let (top, end) = unsafe { (first.add(count), first.add(cap.max(count).min(room))) };
         self.end.set(end);
-        self.top.store(top, Relaxed);
+        self.top.set(top);
         self.loaded.set(Some(m));
     }
 
     fn unload(&self, depot: &Depot) -> Option<Magazine> {
         let m = self.loaded.take()?;
         depot.set_count(&m, self.len());
-        self.top.store(ptr::null_mut(), Relaxed);
+        self.top.set(ptr::null_mut());
         self.bottom.set(ptr::null_mut());
         self.end.set(ptr::null_mut());
         Some(m)
@@ -126,16 +127,17 @@ impl Mag {
             let (first, room) = depot.memory(&m);
             // SAFETY: `first` and `room` delimit one allocation.
             let end = unsafe { first.add(cap.min(room)) };
-            self.end.set(end.max(self.top.load(Relaxed)));
+            self.end.set(end.max(self.top.get()));
             self.loaded.set(Some(m));
         }
     }
 
+    /// How many blocks the previous magazine holds, if there is one. Only reads, for it is also asked of
+    /// the empty magazines, which all threads share.
     fn previous_len(&self, depot: &Depot) -> Option<usize> {
-        let m = self.previous.take();
-        let len = m.as_ref().map(|m| depot.count(m));
-        self.previous.set(m);
-        len
+        // SAFETY: whoever may touch the magazines is alone with them (the gate's table), and no reference
+        // to the inside of the cell outlives this call.
+        unsafe { &*self.previous.as_ptr() }.as_ref().map(|m| depot.count(m))
     }
 }
 
@@ -223,6 +225,36 @@ impl ThreadGate {
         done
     }
 
+    /// Pops a block after making the previous magazine the loaded one, if that has blocks: the first half
+    /// of a slow path, still without a lock. Owner thread only.
+    pub(crate) fn pop_previous(&self, depot: &Depot, place: Place) -> Option<Entry> {
+        // SAFETY: as in `pop`.
+        let mag = unsafe { &*self.enter() }.mag(place);
+        let has_blocks = mag.previous_len(depot).is_some_and(|n| n > 0);
+        let entry = if has_blocks && mag.len() == 0 {
+            mag.swap(depot, mag.cap());
+            mag.pop()
+        } else {
+            None
+        };
+        self.leave();
+        entry
+    }
+
+    /// Pushes a block after making the previous magazine the loaded one, if that has room: the first half
+    /// of a slow path, still without a lock. Owner thread only.
+    pub(crate) fn push_previous(&self, depot: &Depot, place: Place, entry: Entry) -> bool {
+        // SAFETY: as in `pop`.
+        let mag = unsafe { &*self.enter() }.mag(place);
+        let has_room = mag.previous_len(depot).is_some_and(|n| n < mag.cap());
+        let done = has_room && mag.room() == 0 && {
+            mag.swap(depot, mag.cap());
+            mag.push(entry)
+        };
+        self.leave();
+        done
+    }
+
     /// Pops up to `out.capacity() - out.len()` blocks onto `out`, from the loaded magazine alone.
     #[inline]
     pub(crate) fn pop_many(&self, place: Place, want: usize, out: &mut Vec<Entry>) -> usize {
@@ -232,10 +264,10 @@ impl ThreadGate {
         if n > 0 {
             // SAFETY: the top `n` entries of the loaded magazine are written, and `out` has room.
             unsafe {
-                let top = mag.top.load(Relaxed).sub(n);
+                let top = mag.top.get().sub(n);
                 top.copy_to_nonoverlapping(out.as_mut_ptr().add(out.len()), n);
                 out.set_len(out.len() + n);
-                mag.top.store(top, Relaxed);
+                mag.top.set(top);
             }
         }
         self.leave();
@@ -251,10 +283,10 @@ impl ThreadGate {
         if n > 0 {
             // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
             unsafe {
-                let top = mag.top.load(Relaxed);
+                let top = mag.top.get();
                 entries.set_len(entries.len() - n);
                 top.copy_from_nonoverlapping(entries.as_ptr().add(entries.len()), n);
-                mag.top.store(top.add(n), Relaxed);
+                mag.top.set(top.add(n));
             }
         }
         self.leave();
@@ -319,16 +351,6 @@ impl Local {
         let gates = holds.iter().filter(|h| h.state.attached).map(|h| unsafe { &*h.local.gate });
         revoke_all(gates, empty());
         holds
-    }
-
-    /// How many blocks of each class lie here, added to `sum`. Exact at quiet points.
-    pub(crate) fn count_into(&self, depot: &Depot, sum: &mut [usize]) {
-        let _state = self.state.lock();
-        // SAFETY: under the lock nobody changes which magazines are loaded; `top` is atomic.
-        let m = unsafe { &*self.magazines.get() };
-        for (mag, sum) in m.mags.iter().zip(sum) {
-            *sum += mag.len() + mag.previous_len(depot).unwrap_or(0);
-        }
     }
 }
 
@@ -498,6 +520,14 @@ impl Hold<'_> {
             return Ok(());
         }
         depot.put_full(class, m)
+    }
+
+    /// How many blocks of each class lie here, added to `sum`.
+    pub(crate) fn count_into(&self, depot: &Depot, sum: &mut [usize]) {
+        for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
+            let mag = self.mag(class);
+            *sum += mag.len() + mag.previous_len(depot).unwrap_or(0);
+        }
     }
 
     /// Takes all magazines out; those with blocks, and their class, go to `sink`.

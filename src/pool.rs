@@ -339,6 +339,11 @@ impl Core {
         let class = place.class();
         // SAFETY: the caller's block is live, so the core is, until the block has been given back.
         let this = unsafe { core.as_ref() };
+        // SAFETY: this thread's own gate, which lives as long as the thread.
+        let gate = unsafe { &*thread::gate_at(this.slot_offset) };
+        if gate.push_previous(&this.depot, place, entry) {
+            return;
+        }
         // A child owns none of this; its copy of the books just keeps the block.
         if this.foreign() || (class < CLASSES && this.free_cached(entry, class)) {
             return;
@@ -453,8 +458,8 @@ impl Core {
     fn cached(&self) -> [usize; CLASSES + 1] {
         let mut sum = [0; CLASSES + 1];
         let registry = self.registry.lock();
-        for local in &registry.locals {
-            local.count_into(&self.depot, &mut sum);
+        for hold in Local::hold_all(&registry.locals) {
+            hold.count_into(&self.depot, &mut sum);
         }
         for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
             *sum += self.depot.blocks(class);
@@ -463,8 +468,12 @@ impl Core {
     }
 
     fn stats(&self) -> Stats {
-        let cached = self.cached();
-        let mut stats = Stats::new(&self.slabs.counts(), &cached, self.slabs.capacity());
+        let mut stats = if self.foreign() {
+            // Locks may have been held by threads that this process does not have.
+            Stats::new(&self.slabs.counts_at_fork(), &[0; CLASSES + 1], self.slabs.capacity())
+        } else {
+            Stats::new(&self.slabs.counts(), &self.cached(), self.slabs.capacity())
+        };
         stats.arenas = self.infos.len();
         stats.register_calls = self.register_calls;
         stats.table_bytes += self.depot.table_bytes();
@@ -514,7 +523,16 @@ impl PoolRef {
     #[inline(never)]
     fn alloc_slow(core: NonNull<Core>, len: usize) -> Answer {
         // SAFETY: the caller of `alloc` has a handle, so the core is alive.
-        let got = unsafe { core.as_ref() }.alloc_slow(len, 1);
+        let core = unsafe { core.as_ref() };
+        if len.wrapping_sub(1) < MAX_BLOCK {
+            let class = size_class::class_of(len);
+            // SAFETY: this thread's own gate, which lives as long as the thread.
+            let gate = unsafe { &*thread::gate_at(core.slot_offset) };
+            if let Some(entry) = gate.pop_previous(&core.depot, Place::of(class)) {
+                return Answer::new(entry, class);
+            }
+        }
+        let got = core.alloc_slow(len, 1);
         got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class))
     }
 
@@ -709,7 +727,11 @@ impl Pool {
         unsafe { self.from_raw(ptr) }.map(drop)
     }
 
-    /// Sums up where the pool's bytes are. Takes locks and looks at every thread; not for hot paths.
+    /// Sums up where the pool's bytes are.
+    ///
+    /// Takes locks, and sends every thread through its slow path once; not for hot paths. In a forked child
+    /// the figures are those of the fork, with blocks in caches counted as live (and all zero if the fork
+    /// fell into an update).
     pub fn stats(&self) -> Stats {
         self.core().stats()
     }

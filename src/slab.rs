@@ -273,7 +273,23 @@ impl Slabs {
     }
 
     pub(crate) fn counts(&self) -> Counts {
-        let state = self.state.lock();
+        self.counts_of(&self.state.lock())
+    }
+
+    /// The counts in a forked child: nobody will ever release a lock that was held at the fork.
+    pub(crate) fn counts_at_fork(&self) -> Counts {
+        match self.state.try_lock() {
+            Some(state) => self.counts_of(&state),
+            None => Counts {
+                classes: vec![ClassCounts::default(); CLASSES + 1],
+                free_runs: 0,
+                largest_run: 0,
+                table_bytes: 0,
+            },
+        }
+    }
+
+    fn counts_of(&self, state: &State) -> Counts {
         Counts {
             classes: state.classes.to_vec(),
             free_runs: state.runs.iter().map(|&(pages, _)| (pages as usize) << PAGE_SHIFT).sum(),

@@ -18,7 +18,7 @@ pub(crate) fn light_barrier() {
 }
 
 /// The thief's half: when it returns, every other thread of the process has executed a full barrier.
-/// Only after [`asymmetric_barrier_available`] said yes.
+/// Where [`asymmetric_barrier_available`] says no it does nothing, and nobody may rely on it.
 pub(crate) fn heavy_barrier() {
     #[cfg(not(loom))]
     crate::sys::membarrier::all_threads();
