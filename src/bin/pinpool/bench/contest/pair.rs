@@ -23,12 +23,9 @@ impl<H: Handle> Timed for Pair<H> {
     #[inline(never)]
     fn run(&mut self, n: usize) {
         self.handle.begin();
-        // Not known when compiling, and the same in all pairs, as it is where receive buffers are refilled;
-        // in churn each length is news.
-        let bytes = unknown(self.bytes);
         for _ in 0..n {
-            // What one pair left in memory, the next must load again.
-            unknown(0);
+            // Each size is news to the allocator, as it is to a server.
+            let bytes = unknown(self.bytes);
             let held = out(&mut self.handle, bytes);
             self.handle.put(held, bytes);
         }
