@@ -21,11 +21,11 @@ const SLACK: u64 = 2_000;
 const PLAIN: u64 = 32;
 /// The length is not known when compiling, so its class is computed.
 const ANY_LENGTH: u64 = 50;
-const LOCAL: u64 = 32;
+const LOCAL: u64 = 33;
 /// Every block passes through the depot.
-const CROSS: u64 = 64;
+const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
-const MANY: u64 = 19;
+const MANY: u64 = 18;
 
 fn pool() -> Pool {
     let pool = Pool::builder()

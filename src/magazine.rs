@@ -26,7 +26,7 @@ use crate::{
     gate::{Gate, revoke_all},
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
-    sync::in_register,
+    sync::{in_register, unlikely},
 };
 
 /// One class's magazines in one thread.
@@ -55,6 +55,7 @@ impl Mag {
     fn pop(&self) -> Option<Entry> {
         let top = self.top.get();
         if top == self.bottom.get() {
+            unlikely();
             return None;
         }
         // SAFETY: `bottom < top <= end` delimit the loaded magazine's memory, so `top - 1` is in it,
@@ -69,6 +70,7 @@ impl Mag {
     fn push(&self, entry: Entry) -> bool {
         let top = self.top.get();
         if top == self.end.get() {
+            unlikely();
             return false;
         }
         // SAFETY: `bottom <= top < end` delimit the loaded magazine's memory, so `top` is in it.
@@ -215,8 +217,8 @@ impl ThreadGate {
         entry
     }
 
-    /// Pushes a block of the class at `place`, the whole of a cached free; false if there was no room. Owner thread
-    /// only.
+    /// Pushes a block of the class at `place`, the whole of a cached free; false if there was no room.
+    /// Owner thread only.
     #[inline(always)]
     pub(crate) fn push(&self, place: Place, entry: Entry) -> bool {
         // SAFETY: as in `pop`.

@@ -37,13 +37,21 @@ pub(crate) fn asymmetric_barrier_available() -> bool {
 /// comes soon after a store to the same place does not get its value by the processor's short cut (seen
 /// on Intel: 3.6 ns a pair with an index, 1.8 without).
 #[inline(always)]
+#[cfg(not(loom))]
 pub(crate) fn in_register<T>(mut ptr: *const T) -> *const T {
     // It is the address that must stay in a register, not what it points to, so `nomem` is meant.
     #[allow(clippy::pointers_in_nomem_asm_block)]
-    #[cfg(not(any(miri, loom)))]
+    #[cfg(not(miri))]
     // SAFETY: no instructions; the operand goes in and comes out unchanged.
     unsafe {
         std::arch::asm!("/* {0} */", inout(reg) ptr, options(pure, nomem, nostack, preserves_flags));
     }
     ptr
 }
+
+/// Marks the block that it is called in as unlikely: the compiler weighs branches to blocks that call cold
+/// functions, and does so before this one vanishes.
+#[cold]
+#[inline(always)]
+#[cfg(not(loom))]
+pub(crate) const fn unlikely() {}
