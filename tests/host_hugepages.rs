@@ -1,7 +1,7 @@
 //! Hugepages that are there, partly there, not there, and there but out of a cgroup's reach (B06): what a
 //! pool gets is whole pages of one size for each arena, what it says agrees with smaps, and what it does
 //! not keep goes back. Changes the machine's counts of hugepages, and restores them.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 mod common;
 
