@@ -7,7 +7,7 @@ bitflags::bitflags! {
     ///
     /// The device may always read local memory; every other right must be asked for. Ask for as few
     /// as the protocol needs: a remote right is a right over the whole arena, not over one buffer.
-    #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    #[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u32 {
         /// The device writes this memory: receive buffers, targets of RDMA READ, atomic results.
         const LOCAL_WRITE = 1;

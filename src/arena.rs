@@ -1,29 +1,27 @@
 //! Arenas: mapping and registration, in the one order that is safe, and back in the reverse order.
 //!
 //! All arenas of a pool lie in one reserved address range, a power of two apart, each registered as one
-//! memory region. Bringing one up: map → fault in → register. Taking one down: deregister → unmap; the
-//! PD goes with the last reference to the registrar (P4). What lies inside an arena is the slabs'
+//! memory region. Bringing them up (`start`): map → bind to NUMA nodes → fault in → register. Taking one
+//! down: deregister → unmap; the PD goes with the last reference to the registrar (P4). What lies inside an arena is the slabs'
 //! business.
 
+mod start;
+
 use std::{
-    io,
     ptr::NonNull,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use crate::{
     access::{Access, Keys, PackedKeys},
-    config::{Event, EventHook, Plan, memlock_refusal},
-    device::{MrRequest, Registrar, Registration},
+    config::{Event, EventHook, Plan},
+    device::{Registrar, Registration},
     error::{BuildError, RegisterError},
-    sys::{
-        limits,
-        mmap::{self, BackError, BackTimes, Reservation},
-    },
+    sys::mmap::Reservation,
 };
 
 /// One arena as it stands: where it is and what it is made of.
@@ -42,7 +40,10 @@ pub struct ArenaInfo {
     pub access: Access,
     /// How long mapping took.
     pub map_time: Duration,
-    /// How long faulting in every page took.
+    /// The NUMA node that it lies on; `None` when on several, or where the kernel does not say. Judged by
+    /// up to 256 of its pages.
+    pub node: Option<u32>,
+    /// How long faulting in every page took, added up over the threads that did it.
     pub fault_in_time: Duration,
     /// How long the register call took.
     pub register_time: Duration,
@@ -57,8 +58,10 @@ struct Arena {
     offset: usize,
     len: usize,
     page_size: usize,
+    node: Option<u32>,
     registration: Registration,
-    times: BackTimes,
+    map_time: Duration,
+    fault_in_time: Duration,
     register_time: Duration,
 }
 
@@ -103,88 +106,9 @@ impl Arenas {
             hook: plan.hook.take(),
             register_calls: 0,
         };
-        for index in 0..plan.arenas.len() {
-            // On an error, dropping `arenas` undoes exactly those that stand.
-            arenas.bring_up(plan, index)?;
-        }
+        // On an error, dropping `arenas` undoes exactly what stands.
+        start::run(&mut arenas, plan)?;
         Ok(arenas)
-    }
-
-    fn bring_up(&mut self, plan: &Plan, index: usize) -> Result<(), BuildError> {
-        let (offset, len) = (index * plan.stride, plan.arenas[index]);
-        let (page_size, times) = self.back(plan, index)?;
-        // SAFETY: `offset` is inside the reservation, by construction of its length.
-        let addr = unsafe { self.reservation.base().add(offset) };
-        let request = MrRequest { addr, len, page_size, access: plan.access };
-        let start = Instant::now();
-        self.register_calls += 1;
-        // SAFETY: the range was mapped and faulted in just now and is unmapped only by `take_down`,
-        // after deregistration.
-        match unsafe { self.registrar.register(&request) } {
-            Ok(registration) => {
-                let register_time = start.elapsed();
-                self.list.push(Arena {
-                    offset,
-                    len,
-                    page_size,
-                    registration,
-                    times,
-                    register_time,
-                });
-                Ok(())
-            }
-            Err(source) => {
-                // SAFETY: a refused registration leaves nothing registered (the registrar's contract,
-                // 2), and nobody else was ever told of the range.
-                unsafe { self.reservation.unback(offset, len) };
-                Err(self.explain(plan, index, source))
-            }
-        }
-    }
-
-    /// Maps one arena with the best page size to be had.
-    fn back(&self, plan: &Plan, index: usize) -> Result<(usize, BackTimes), BuildError> {
-        let (offset, len) = (index * plan.stride, plan.arenas[index]);
-        let mut tried = None;
-        for &page_size in &plan.page_sizes {
-            // SAFETY: the arena's range belongs to it alone and nobody knows of it yet; offset and
-            // length are multiples of the largest candidate page.
-            match unsafe { self.reservation.back(offset, len, page_size) } {
-                Ok(times) => {
-                    if let (Some((page_size, free_pages, _)), Some(hook)) = (tried, &self.hook) {
-                        hook(&Event::HugepagesMissing { arena: index, len, page_size, free_pages });
-                    }
-                    return Ok((page_size, times));
-                }
-                Err(e) => {
-                    let huge = page_size > mmap::base_page();
-                    let free = if huge { limits::free_hugepages(page_size) } else { None };
-                    tried = Some((page_size, free, e));
-                }
-            }
-        }
-        let (page_size, free_pages, error) = match tried {
-            Some(t) => t,
-            None => (0, None, BackError::Map(io::ErrorKind::Unsupported.into())),
-        };
-        let (step, source) = match error {
-            BackError::Map(e) => ("mapping", e),
-            BackError::FaultIn(e) => ("faulting in", e),
-        };
-        let arenas = plan.arenas.len();
-        Err(BuildError::Back { arena: index, arenas, len, page_size, free_pages, step, source })
-    }
-
-    /// Turns a refusal into the error that says most: ENOMEM is put down to the memlock limit only
-    /// when the numbers agree.
-    fn explain(&self, plan: &Plan, index: usize, source: RegisterError) -> BuildError {
-        let errno = source.raw_os_error();
-        if errno == Some(libc::ENOMEM)
-            && let Some(e) = memlock_refusal(&plan.info, plan.arenas[index], errno)
-        {
-            return e;
-        }
-        BuildError::Register { arena: index, arenas: plan.arenas.len(), source }
     }
 
     pub(crate) fn base(&self) -> NonNull<u8> {
@@ -217,8 +141,9 @@ impl Arenas {
                 rkey: access.is_remote().then_some(a.registration.rkey),
             },
             access: a.registration.access,
-            map_time: a.times.map,
-            fault_in_time: a.times.fault_in,
+            map_time: a.map_time,
+            node: a.node,
+            fault_in_time: a.fault_in_time,
             register_time: a.register_time,
         };
         self.list.iter().map(info).collect()

@@ -1,6 +1,8 @@
 //! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
 //! made here beyond reading limits.
 
+mod start;
+
 use std::fmt;
 
 use crate::{
@@ -11,6 +13,9 @@ use crate::{
     size_class::MIN_BLOCK,
     sys::{limits, mmap},
 };
+
+pub use self::start::{Numa, Progress, Stage};
+pub(crate) use self::start::{Placement, Start};
 
 /// A size of hugepage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -115,6 +120,7 @@ pub struct Builder {
     pages: Pages,
     colouring: bool,
     hook: Option<EventHook>,
+    start: start::Wishes,
 }
 
 impl Default for Builder {
@@ -127,6 +133,7 @@ impl Default for Builder {
             pages: Pages::Prefer(PageSize::Huge2M),
             colouring: false,
             hook: None,
+            start: start::Wishes::default(),
         }
     }
 }
@@ -234,6 +241,7 @@ impl Builder {
         if let Some(e) = memlock_refusal(&info, capacity, None) {
             return Err(e);
         }
+        let start = self.start.plan(&info, self.access, capacity, page)?;
         Ok(Plan {
             device,
             info,
@@ -244,6 +252,7 @@ impl Builder {
             page_sizes,
             pad: if self.colouring { MIN_BLOCK } else { 0 },
             hook: self.hook,
+            start,
         })
     }
 }
@@ -332,6 +341,7 @@ pub(crate) struct Plan {
     /// Bytes between the blocks of page-multiple slab classes (colouring).
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
+    pub(crate) start: Start,
 }
 
 #[cfg(test)]

@@ -212,6 +212,23 @@ pub enum BuildError {
         /// The system's errno.
         source: io::Error,
     },
+    /// The NUMA node asked for cannot hold the pool, or one of its arenas.
+    #[error(
+        "NUMA node {node} cannot give {} in pages of {}: {problem}; {}",
+        Bytes(*needed), Bytes(*page_size as u64), node_hint(*node, *page_size, *free)
+    )]
+    Node {
+        /// The node.
+        node: u32,
+        /// What is wrong.
+        problem: String,
+        /// Bytes that were to come from it.
+        needed: u64,
+        /// Bytes of a page.
+        page_size: usize,
+        /// Bytes that are free there in pages of that size, where the system says.
+        free: Option<u64>,
+    },
     /// No memory for an arena.
     #[error(
         "backing arena {arena} of {arenas} ({}) with pages of {} failed when {step}: {source}{}",
@@ -228,7 +245,7 @@ pub enum BuildError {
         page_size: usize,
         /// Hugepages of that size that were free when it failed.
         free_pages: Option<u64>,
-        /// `"mapping"` or `"faulting in"`.
+        /// `"mapping"`, `"binding to nodes"` or `"faulting in"`.
         step: &'static str,
         /// The system's errno.
         source: io::Error,
@@ -248,6 +265,16 @@ pub enum BuildError {
 fn sizes(sizes: &[usize]) -> String {
     let all: Vec<_> = sizes.iter().map(|&s| Bytes(s as u64).to_string()).collect();
     all.join(", ")
+}
+
+fn node_hint(node: u32, page: usize, free: Option<u64>) -> String {
+    let Some(free) = free else { return "what is free there is not known".to_owned() };
+    if page <= 64 << 10 {
+        return format!("{} are free there", Bytes(free));
+    }
+    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-{}kB", page >> 10);
+    let pages = free / page as u64;
+    format!("{pages} such pages are free there. Reserve more (`echo N > {dir}/nr_hugepages`)")
 }
 
 fn page_hint(len: usize, page: usize, free: Option<u64>) -> String {

@@ -92,7 +92,7 @@ pub use crate::{
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, PageSize, Pages},
+    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
     device::Device,
     error::{
         AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,

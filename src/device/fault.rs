@@ -6,6 +6,8 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering::SeqCst},
     },
+    thread,
+    time::Duration,
 };
 
 use parking_lot::Mutex;
@@ -23,6 +25,8 @@ pub enum Fault {
     Deregister(u64, i32),
     /// Every register call that asks for any of these rights fails with this errno.
     Refuse(Access, i32),
+    /// The n-th register call takes this much longer, and then does what it would have done.
+    Delay(u64, Duration),
 }
 
 /// Wraps a registrar; see [`Fault`]. Clones share faults and counts, so keep one to watch with.
@@ -123,18 +127,28 @@ unsafe impl Registrar for FaultyRegistrar {
 
     unsafe fn register(&self, request: &MrRequest) -> Result<Registration, RegisterError> {
         let s = &*self.shared;
+        let mut requests = s.requests.lock();
+        // Counted under the lock, so that the n-th call is the n-th of the records.
         let n = s.registers.fetch_add(1, SeqCst) + 1;
-        s.requests.lock().push(MrRecord {
+        requests.push(MrRecord {
             addr: request.addr.as_ptr() as usize,
             len: request.len,
             page_size: request.page_size,
             access: request.access,
         });
+        drop(requests);
         let hit = s.faults.lock().iter().find_map(|f| match *f {
             Fault::Register(k, errno) if k == n => Some(errno),
             Fault::Refuse(rights, errno) if request.access.intersects(rights) => Some(errno),
             _ => None,
         });
+        let delay = s.faults.lock().iter().find_map(|f| match *f {
+            Fault::Delay(k, time) if k == n => Some(time),
+            _ => None,
+        });
+        if let Some(time) = delay {
+            thread::sleep(time);
+        }
         if let Some(errno) = hit {
             return Err(RegisterError::Register {
                 call: "register (injected fault)",

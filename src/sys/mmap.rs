@@ -6,10 +6,11 @@ use std::{
     io,
     os::fd::AsRawFd,
     ptr::{self, NonNull},
-    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
+
+use super::numa::{self, Mode, NodeSet};
 
 /// Bytes of a base page.
 pub(crate) fn base_page() -> usize {
@@ -18,11 +19,11 @@ pub(crate) fn base_page() -> usize {
     usize::try_from(n).unwrap_or(4096)
 }
 
-/// An address range that nothing else will be mapped into. Pages are placed in it with [`back`]
+/// An address range that nothing else will be mapped into. Pages are placed in it with [`map_pages`]
 /// and taken out with [`unback`]; both keep the rest reserved. Dropping it unmaps all but the parts
 /// that were given up with [`leak`].
 ///
-/// [`back`]: Reservation::back
+/// [`map_pages`]: Reservation::map_pages
 /// [`unback`]: Reservation::unback
 /// [`leak`]: Reservation::leak
 #[derive(Debug)]
@@ -74,19 +75,19 @@ impl Reservation {
         unsafe { self.base.add(offset) }
     }
 
-    /// Maps zeroed private pages of `page` bytes at `offset` and faults every one in.
+    /// Maps zeroed private pages of `page` bytes at `offset`; none of them is in memory yet, and hugepages
+    /// are promised.
     ///
-    /// All or nothing: on an error the range is reserved again and no page of it is held.
+    /// All or nothing: on an error the range is reserved again.
     ///
     /// # Safety
     /// Nobody uses `offset..offset + len`; both are multiples of `page`.
-    pub(crate) unsafe fn back(
+    pub(crate) unsafe fn map_pages(
         &self,
         offset: usize,
         len: usize,
         page: usize,
-    ) -> Result<BackTimes, BackError> {
-        let start = Instant::now();
+    ) -> io::Result<()> {
         let addr = self.at(offset, len);
         let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let huge = page > base_page();
@@ -94,8 +95,8 @@ impl Reservation {
             flags |= libc::MAP_HUGETLB | ((page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT);
             // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
             // by then unmapped the reservation on older kernels, so ask beside it first.
-            let probe = map(None, len, READ_WRITE, flags & !libc::MAP_FIXED);
-            unmap(probe.map_err(BackError::Map)?.as_ptr() as usize, len);
+            let probe = map(None, len, READ_WRITE, flags & !libc::MAP_FIXED)?;
+            unmap(probe.as_ptr() as usize, len);
         } else {
             flags |= libc::MAP_NORESERVE;
         }
@@ -106,21 +107,36 @@ impl Reservation {
             if again.is_err() {
                 self.spare(offset, len);
             }
-            return Err(BackError::Map(e));
+            return Err(e);
         }
         if !huge {
             // SAFETY: the range was mapped just now and is ours; the advice changes no contents.
             unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         }
-        let mapped = Instant::now();
-        match fault_in(addr, len) {
-            Ok(()) => Ok(BackTimes { map: mapped - start, fault_in: mapped.elapsed() }),
-            Err(e) => {
-                // SAFETY: nobody uses the range (contract), nor has it been given out since.
-                unsafe { self.unback(offset, len) };
-                Err(BackError::FaultIn(e))
-            }
-        }
+        Ok(())
+    }
+
+    /// Brings every page of a part into memory that [`map_pages`](Self::map_pages) mapped and nobody has
+    /// written to, or says why it cannot. Several threads may each do a part.
+    pub(crate) fn fault_in(&self, offset: usize, len: usize) -> io::Result<()> {
+        fault_in(self.at(offset, len), len)
+    }
+
+    /// Says where the pages of a part that is mapped shall come from.
+    pub(crate) fn bind(
+        &self,
+        offset: usize,
+        len: usize,
+        to: &NodeSet,
+        mode: Mode,
+    ) -> io::Result<()> {
+        // SAFETY: `at` checks that the range lies in this reservation, whose mappings are ours.
+        unsafe { numa::bind(self.at(offset, len), len, mode, to) }
+    }
+
+    /// The node on which a part that is in memory lies, if it is one.
+    pub(crate) fn node_of(&self, offset: usize, len: usize, page: usize) -> Option<u32> {
+        numa::node_of(self.at(offset, len), len, page)
     }
 
     /// Gives the pages at `offset` back to the system and reserves the range again.
@@ -161,20 +177,6 @@ impl Drop for Reservation {
         }
         unmap(from, base + self.len + page - from);
     }
-}
-
-/// How long the halves of backing a range took.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct BackTimes {
-    pub(crate) map: Duration,
-    pub(crate) fault_in: Duration,
-}
-
-/// Which half of backing a range failed.
-#[derive(Debug)]
-pub(crate) enum BackError {
-    Map(io::Error),
-    FaultIn(io::Error),
 }
 
 const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
@@ -332,14 +334,16 @@ mod tests {
         let r = Reservation::new(8 << 20, 4 << 20).expect("reserve");
         assert_eq!(r.base().as_ptr() as usize % (4 << 20), 0);
         // SAFETY: the range is ours and unused.
-        unsafe { r.back(4 << 20, 1 << 20, base_page()) }.expect("back");
+        unsafe { r.map_pages(4 << 20, 1 << 20, base_page()) }.expect("map");
+        r.fault_in(4 << 20, 1 << 20).expect("fault in");
         let p = r.at(4 << 20, 1);
         // SAFETY: backed just now, and nobody else knows of it.
         unsafe { p.as_ptr().write(7) };
         // SAFETY: nobody uses it.
         unsafe { r.unback(4 << 20, 1 << 20) };
         // SAFETY: as above.
-        unsafe { r.back(4 << 20, 1 << 20, base_page()) }.expect("back again");
+        unsafe { r.map_pages(4 << 20, 1 << 20, base_page()) }.expect("map again");
+        r.fault_in(4 << 20, 1 << 20).expect("fault in again");
         // SAFETY: backed just now.
         assert_eq!(unsafe { p.as_ptr().read() }, 0, "fresh pages");
     }

@@ -5,6 +5,7 @@ pub(crate) mod fork;
 pub(crate) mod limits;
 pub(crate) mod membarrier;
 pub(crate) mod mmap;
+pub(crate) mod numa;
 #[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub(crate) mod queue_pair;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]

@@ -30,6 +30,28 @@ pub fn mapped(addr: usize, len: usize) -> bool {
     })
 }
 
+/// The sizes of the kernel's pages under `addr..addr + len`, each once, as smaps has them.
+pub fn page_sizes_of(addr: usize, len: usize) -> Vec<usize> {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut inside, mut sizes, mut covered) = (false, Vec::new(), 0);
+    for line in smaps.lines() {
+        let first = line.split_whitespace().next().unwrap_or_default();
+        if let Some((a, b)) = first.split_once('-') {
+            let (a, b) =
+                (usize::from_str_radix(a, 16).unwrap(), usize::from_str_radix(b, 16).unwrap());
+            inside = a < addr + len && addr < b;
+            covered += if inside { b.min(addr + len) - a.max(addr) } else { 0 };
+        } else if inside && first == "KernelPageSize:" {
+            let kb: usize = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+            sizes.push(kb << 10);
+        }
+    }
+    assert_eq!(covered, len, "all of the range is mapped");
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
 /// Numbers without a pattern that a test depends on; the same for the same seed.
 pub struct Rng(pub u64);
 

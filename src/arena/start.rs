@@ -1,0 +1,462 @@
+//! Bringing the arenas of a plan up, on several threads: map → bind → fault in → register.
+//!
+//! Mapping costs next to nothing and decides what a later arena can have, so all arenas are mapped first,
+//! in order, by the caller. Then every thread takes the next piece of work from one queue: a chunk of
+//! whole pages to fault in, or an arena to register, which is queued, before all chunks, by whoever
+//! faulted its last chunk in. The first error ends the work: nothing more is taken from the queue, what
+//! is under way is waited for, and what came of it is undone with the rest, by dropping the [`Arenas`].
+
+use std::{
+    collections::VecDeque,
+    io, thread,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{Arena, Arenas};
+use crate::{
+    access::Access,
+    config::{Event, EventHook, Placement, Plan, Progress, Stage, memlock_refusal},
+    device::{MrRequest, Registrar, Registration},
+    error::{BuildError, RegisterError},
+    sys::{
+        mmap::{self, Reservation},
+        numa::{self, Mode, NodeSet},
+    },
+};
+
+/// Bytes that a thread faults in at a time, if pages are not larger: long against a system call, and
+/// short against a whole arena, so that threads end together and a register call, which may need the
+/// address space to itself, does not wait long.
+const CHUNK: usize = 4 << 20;
+
+/// Brings all arenas up, or as many as stood when the first error came.
+pub(super) fn run(arenas: &mut Arenas, plan: &Plan) -> Result<(), BuildError> {
+    let Arenas { list, reservation, registrar, hook, register_calls } = arenas;
+    let start = Start {
+        plan,
+        reservation,
+        registrar: &**registrar,
+        hook: hook.as_ref(),
+        state: Mutex::new(State {
+            tasks: VecDeque::new(),
+            coming: Vec::with_capacity(plan.arenas.len()),
+            list,
+            register_calls,
+            faulted_in: 0,
+            registered: 0,
+            error: None,
+            panicked: false,
+        }),
+        changed: Condvar::new(),
+    };
+    for index in 0..plan.arenas.len() {
+        let mut state = start.state.lock();
+        let (coming, tried) = start.map(&state, index, 0, None)?;
+        state.coming.push(coming);
+        start.queue_chunks(&mut state, index);
+        drop(state);
+        start.tell_missing(index, tried);
+    }
+    let pieces = start.state.lock().tasks.len();
+    thread::scope(|scope| {
+        for _ in 1..plan.start.threads.min(pieces) {
+            // With fewer threads than wished it takes longer, and that is all.
+            if thread::Builder::new().spawn_scoped(scope, || start.work()).is_err() {
+                break;
+            }
+        }
+        start.work();
+    });
+    let error = start.state.into_inner().error;
+    list.sort_unstable_by_key(|a| a.offset);
+    error.map_or(Ok(()), Err)
+}
+
+struct Start<'a> {
+    plan: &'a Plan,
+    reservation: &'a Reservation,
+    registrar: &'a dyn Registrar,
+    hook: Option<&'a EventHook>,
+    state: Mutex<State<'a>>,
+    changed: Condvar,
+}
+
+struct State<'a> {
+    tasks: VecDeque<Task>,
+    /// One for each arena that is mapped.
+    coming: Vec<Coming>,
+    /// Those that are registered.
+    list: &'a mut Vec<Arena>,
+    register_calls: &'a mut u64,
+    faulted_in: u64,
+    registered: u64,
+    error: Option<BuildError>,
+    panicked: bool,
+}
+
+#[derive(Clone, Copy)]
+enum Task {
+    FaultIn { index: usize, offset: usize, len: usize },
+    Register { index: usize },
+}
+
+/// An arena on its way.
+struct Coming {
+    /// Its place in the plan's page sizes.
+    candidate: usize,
+    /// Chunks that are queued or under way.
+    left: usize,
+    /// Bytes in memory.
+    faulted_in: u64,
+    failed: Option<io::Error>,
+    map_time: Duration,
+    fault_in_time: Duration,
+}
+
+/// Why a page size was not to be had for an arena.
+struct Tried {
+    page_size: usize,
+    free_pages: Option<u64>,
+    step: &'static str,
+    /// `None` when it was not tried, since the node lacks the pages.
+    source: Option<io::Error>,
+}
+
+impl Start<'_> {
+    /// What each thread does, until all arenas stand or one cannot.
+    fn work(&self) {
+        let _wake = WakeOthersOnPanic(self);
+        let mut state = self.state.lock();
+        while state.error.is_none() && !state.panicked && state.list.len() < self.plan.arenas.len()
+        {
+            let Some(task) = state.tasks.pop_front() else {
+                // Others are at work, and what comes of it may be more work.
+                self.changed.wait(&mut state);
+                continue;
+            };
+            drop(state);
+            match task {
+                Task::FaultIn { index, offset, len } => self.fault_in(index, offset, len),
+                Task::Register { index } => self.register(index),
+            }
+            state = self.state.lock();
+        }
+    }
+
+    fn place(&self, index: usize) -> (usize, usize) {
+        (index * self.plan.stride, self.plan.arenas[index])
+    }
+
+    /// Maps an arena with the best page size to be had, from the `candidate`-th. Says what a better one
+    /// lacked, too.
+    fn map(
+        &self,
+        state: &State<'_>,
+        index: usize,
+        candidate: usize,
+        mut tried: Option<Tried>,
+    ) -> Result<(Coming, Option<Tried>), BuildError> {
+        let sizes = &self.plan.page_sizes;
+        for (candidate, &page_size) in sizes.iter().enumerate().skip(candidate) {
+            let start = Instant::now();
+            match self.map_pages(state, index, page_size) {
+                Ok(()) => {
+                    let coming = Coming {
+                        candidate,
+                        left: 0,
+                        faulted_in: 0,
+                        failed: None,
+                        map_time: start.elapsed(),
+                        fault_in_time: Duration::ZERO,
+                    };
+                    return Ok((coming, tried));
+                }
+                Err((step, source)) => {
+                    let free_pages = self.free_pages(page_size);
+                    tried = Some(Tried { page_size, free_pages, step, source });
+                }
+            }
+        }
+        Err(self.not_backed(index, tried))
+    }
+
+    /// Maps with one page size and binds.
+    fn map_pages(
+        &self,
+        state: &State<'_>,
+        index: usize,
+        page: usize,
+    ) -> Result<(), (&'static str, Option<io::Error>)> {
+        let (offset, len) = self.place(index);
+        // Bound to a node without memory, a fault would have the kernel kill processes.
+        if let Placement::On(node) = self.plan.start.placement
+            && let Some(free) = numa::free_on(node, page)
+            && free < state.promised(self.plan, page) + len as u64
+        {
+            return Err(("mapping", None));
+        }
+        // SAFETY: the arena's range belongs to it alone and nobody knows of it yet; offset and length are
+        // multiples of the largest candidate page.
+        unsafe { self.reservation.map_pages(offset, len, page) }
+            .map_err(|e| ("mapping", Some(e)))?;
+        self.bind(offset, len).map_err(|e| {
+            // SAFETY: mapped just now; nobody was told of it.
+            unsafe { self.reservation.unback(offset, len) };
+            ("binding to nodes", Some(e))
+        })
+    }
+
+    fn bind(&self, offset: usize, len: usize) -> io::Result<()> {
+        let (nodes, mode) = match &self.plan.start.placement {
+            Placement::Anywhere => return Ok(()),
+            Placement::Near(node) => (NodeSet::of([*node]), Mode::Preferred),
+            Placement::On(node) => (NodeSet::of([*node]), Mode::Bind),
+            Placement::Interleave(nodes) => (NodeSet::of(nodes.iter().copied()), Mode::Interleave),
+        };
+        match self.reservation.bind(offset, len, &nodes, mode) {
+            // A wish; and sandboxes bar the call where there may be nothing to choose.
+            Err(_) if mode == Mode::Preferred || numa::nodes().len() == 1 => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Free hugepages of a size where this pool may have them.
+    fn free_pages(&self, page: usize) -> Option<u64> {
+        if page <= mmap::base_page() {
+            return None;
+        }
+        let anywhere = numa::unpromised_hugepages(page)?;
+        let Placement::On(node) = self.plan.start.placement else { return Some(anywhere) };
+        numa::free_on(node, page).map(|bytes| anywhere.min(bytes / page as u64))
+    }
+
+    fn not_backed(&self, index: usize, tried: Option<Tried>) -> BuildError {
+        let (arenas, len) = (self.plan.arenas.len(), self.plan.arenas[index]);
+        let unsupported = || io::ErrorKind::Unsupported.into();
+        let Some(Tried { page_size, free_pages, step, source }) = tried else {
+            let (step, source) = ("mapping", unsupported());
+            return BuildError::Back {
+                arena: index,
+                arenas,
+                len,
+                page_size: 0,
+                free_pages: None,
+                step,
+                source,
+            };
+        };
+        if let Placement::On(node) = self.plan.start.placement {
+            let free = numa::free_on(node, page_size);
+            let problem = match source {
+                None => format!("arena {index} of {arenas} does not fit"),
+                Some(e) => format!("{step} arena {index} of {arenas} failed: {e}"),
+            };
+            return BuildError::Node { node, problem, needed: len as u64, page_size, free };
+        }
+        let source = source.unwrap_or_else(unsupported);
+        BuildError::Back { arena: index, arenas, len, page_size, free_pages, step, source }
+    }
+
+    fn queue_chunks(&self, state: &mut State<'_>, index: usize) {
+        let (start, len) = self.place(index);
+        let coming = &mut state.coming[index];
+        let chunk = CHUNK.max(self.plan.page_sizes[coming.candidate]);
+        for offset in (0..len).step_by(chunk) {
+            let len = chunk.min(len - offset);
+            state.tasks.push_back(Task::FaultIn { index, offset: start + offset, len });
+            coming.left += 1;
+        }
+        self.changed.notify_all();
+    }
+
+    fn fault_in(&self, index: usize, offset: usize, len: usize) {
+        let start = Instant::now();
+        let done = self.reservation.fault_in(offset, len);
+        let took = start.elapsed();
+        let ok = done.is_ok();
+        let mut missing = None;
+        let mut state = self.state.lock();
+        let State { tasks, coming, faulted_in, .. } = &mut *state;
+        let coming = &mut coming[index];
+        coming.left -= 1;
+        coming.fault_in_time += took;
+        match done {
+            Ok(()) => {
+                coming.faulted_in += len as u64;
+                *faulted_in += len as u64;
+            }
+            Err(e) => {
+                coming.failed.get_or_insert(e);
+                let queued = tasks.len();
+                tasks.retain(|t| !matches!(*t, Task::FaultIn { index: i, .. } if i == index));
+                coming.left -= queued - tasks.len();
+            }
+        }
+        if coming.left == 0 {
+            match coming.failed.take() {
+                None => {
+                    tasks.push_front(Task::Register { index });
+                    self.changed.notify_one();
+                }
+                Some(e) => missing = self.start_anew(&mut state, index, e),
+            }
+        }
+        drop(state);
+        self.tell_missing(index, missing);
+        if ok {
+            self.tell(Stage::FaultIn);
+        }
+    }
+
+    /// Backs an arena, whose pages could not all be faulted in, with the next page size.
+    fn start_anew(&self, state: &mut State<'_>, index: usize, e: io::Error) -> Option<Tried> {
+        let (offset, len) = self.place(index);
+        let Coming { candidate, faulted_in, .. } = state.coming[index];
+        let page_size = self.plan.page_sizes[candidate];
+        let step = "faulting in";
+        // SAFETY: no chunk of the arena is under way (`left` is 0), and nobody else was told of it.
+        unsafe { self.reservation.unback(offset, len) };
+        let free_pages = self.free_pages(page_size);
+        state.faulted_in -= faulted_in;
+        // What it had is no longer promised to it.
+        state.coming[index].faulted_in = len as u64;
+        let tried = Tried { page_size, free_pages, step, source: Some(e) };
+        match self.map(state, index, candidate + 1, Some(tried)) {
+            Ok((coming, tried)) => {
+                state.coming[index] = coming;
+                self.queue_chunks(state, index);
+                tried
+            }
+            Err(error) => {
+                self.fail(state, error);
+                None
+            }
+        }
+    }
+
+    fn tell_missing(&self, index: usize, tried: Option<Tried>) {
+        if let (Some(Tried { page_size, free_pages, .. }), Some(hook)) = (tried, self.hook) {
+            let len = self.plan.arenas[index];
+            hook(&Event::HugepagesMissing { arena: index, len, page_size, free_pages });
+        }
+    }
+
+    fn fail(&self, state: &mut State<'_>, error: BuildError) {
+        state.error.get_or_insert(error);
+        self.changed.notify_all();
+    }
+
+    fn register(&self, index: usize) {
+        let (offset, len) = self.place(index);
+        let (page_size, map_time, fault_in_time) = {
+            let coming = &self.state.lock().coming[index];
+            (self.plan.page_sizes[coming.candidate], coming.map_time, coming.fault_in_time)
+        };
+        let node = self.reservation.node_of(offset, len, page_size);
+        let mut optional = self.plan.start.optional;
+        if page_size <= mmap::base_page() {
+            optional.remove(Access::HUGETLB);
+        }
+        let start = Instant::now();
+        let mut done = self.ask(index, page_size, self.plan.access | optional);
+        if let Err(e) = &done
+            && !optional.is_empty()
+            && matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
+        {
+            done = self.ask(index, page_size, self.plan.access);
+        }
+        let register_time = start.elapsed();
+        let mut state = self.state.lock();
+        match done {
+            Ok(registration) => {
+                // Also after an error elsewhere: what is on the list is what is undone.
+                state.list.push(Arena {
+                    offset,
+                    len,
+                    page_size,
+                    node,
+                    registration,
+                    map_time,
+                    fault_in_time,
+                    register_time,
+                });
+                state.registered += len as u64;
+                if state.list.len() == self.plan.arenas.len() {
+                    self.changed.notify_all();
+                }
+                drop(state);
+                self.tell(Stage::Register);
+            }
+            Err(source) => {
+                let error = self.explain(index, source);
+                self.fail(&mut state, error);
+            }
+        }
+    }
+
+    /// One register call.
+    fn ask(
+        &self,
+        index: usize,
+        page_size: usize,
+        access: Access,
+    ) -> Result<Registration, RegisterError> {
+        let (offset, len) = self.place(index);
+        *self.state.lock().register_calls += 1;
+        // SAFETY: `offset` is inside the reservation, by construction of its length.
+        let addr = unsafe { self.reservation.base().add(offset) };
+        // SAFETY: the range is mapped and all of it faulted in (the last chunk queued this). It is
+        // unmapped by `take_down`, after deregistration, or, if this fails, with the reservation.
+        unsafe { self.registrar.register(&MrRequest { addr, len, page_size, access }) }
+    }
+
+    /// Turns a refusal into the error that says most: ENOMEM is put down to the memlock limit only
+    /// when the numbers agree.
+    fn explain(&self, index: usize, source: RegisterError) -> BuildError {
+        let errno = source.raw_os_error();
+        if errno == Some(libc::ENOMEM)
+            && let Some(e) = memlock_refusal(&self.plan.info, self.plan.arenas[index], errno)
+        {
+            return e;
+        }
+        BuildError::Register { arena: index, arenas: self.plan.arenas.len(), source }
+    }
+
+    /// Tells how far a stage is. The numbers are read under the hook's lock, so that they come in order.
+    fn tell(&self, stage: Stage) {
+        let Some(hook) = &self.plan.start.progress else { return };
+        let mut hook = hook.lock();
+        let state = self.state.lock();
+        let bytes_done = match stage {
+            Stage::FaultIn => state.faulted_in,
+            Stage::Register => state.registered,
+        };
+        drop(state);
+        hook(Progress { stage, bytes_done, bytes_total: self.plan.capacity as u64 });
+    }
+}
+
+impl State<'_> {
+    /// Bytes that arenas of a page size have yet to take.
+    fn promised(&self, plan: &Plan, page: usize) -> u64 {
+        let yet = |(i, c): (usize, &Coming)| {
+            let rest = plan.arenas[i] as u64 - c.faulted_in;
+            if plan.page_sizes[c.candidate] == page { rest } else { 0 }
+        };
+        self.coming.iter().enumerate().map(yet).sum()
+    }
+}
+
+/// A registrar or a hook that panics takes its thread along; the others must not wait for it.
+struct WakeOthersOnPanic<'a, 'b>(&'a Start<'b>);
+
+impl Drop for WakeOthersOnPanic<'_, '_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.state.lock().panicked = true;
+            self.0.changed.notify_all();
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! What of a builder bears on how its arenas come up: where their pages lie, which rights are asked for if
+//! the device has them, on how many threads, and who hears of it.
+
+use parking_lot::Mutex;
+
+use super::Builder;
+use crate::{access::Access, device::DeviceInfo, error::BuildError, sys::numa};
+
+/// The NUMA node that the pages of a pool come from, whichever thread faults them in.
+///
+/// [`ArenaInfo::node`](crate::ArenaInfo::node) tells what was got.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum Numa {
+    /// The device's node where the system knows one, and others when that has too few pages. A device
+    /// without a node (soft ones) has no preference.
+    #[default]
+    OfDevice,
+    /// This node, or an error that names it with what is free there.
+    Node(u32),
+    /// All nodes that this process may use, page by page in turns.
+    Interleave,
+    /// Wherever the process's own policy has them.
+    Any,
+}
+
+/// What a pool is doing while it is built.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Stage {
+    /// Bringing pages into memory.
+    FaultIn,
+    /// Registering arenas.
+    Register,
+}
+
+/// How far the build of a pool is. The stages overlap: an arena is registered as soon as all of it is
+/// in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Progress {
+    /// Which stage went on.
+    pub stage: Stage,
+    /// Bytes that it is through with. Falls only where an arena begins anew on smaller pages.
+    pub bytes_done: u64,
+    /// Bytes that it has to do in all: the pool's capacity.
+    pub bytes_total: u64,
+}
+
+type ProgressHook = Box<dyn FnMut(Progress) + Send>;
+
+/// As the user asked.
+#[derive(Default)]
+pub(super) struct Wishes {
+    numa: Numa,
+    optional: Access,
+    threads: Option<usize>,
+    progress: Option<ProgressHook>,
+}
+
+/// As it will be done.
+pub(crate) struct Start {
+    pub(crate) placement: Placement,
+    /// Rights to ask for beside the required ones, and to do without.
+    pub(crate) optional: Access,
+    pub(crate) threads: usize,
+    pub(crate) progress: Option<Mutex<ProgressHook>>,
+}
+
+/// Where pages shall come from.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Placement {
+    Anywhere,
+    Near(u32),
+    On(u32),
+    Interleave(Vec<u32>),
+}
+
+/// More threads than this gain nothing: they zero memory, whose bandwidth a few use up.
+const MOST_THREADS: usize = 16;
+/// Bytes that are worth a thread.
+const PER_THREAD: usize = 64 << 20;
+
+impl Builder {
+    /// Sets the NUMA node of all arenas; [`Numa::OfDevice`] unless set.
+    pub fn numa(mut self, numa: Numa) -> Self {
+        self.start.numa = numa;
+        self
+    }
+
+    /// Sets rights to ask for if the device has them: [`Access::RELAXED_ORDERING`] and
+    /// [`Access::HUGETLB`] (that one where an arena is on hugepages).
+    ///
+    /// A device that refuses them with EINVAL or EOPNOTSUPP is asked once more without.
+    /// [`ArenaInfo::access`](crate::ArenaInfo::access) tells with which rights each arena was registered.
+    /// Rights that must be granted belong to [`access`](Builder::access).
+    pub fn optional_access(mut self, access: Access) -> Self {
+        self.start.optional = access;
+        self
+    }
+
+    /// Sets how many threads fault pages in and register, the caller's included; 0 counts as 1. Unless
+    /// set: one for each processor that this process may use, at most 16, and one for each 64 MiB of
+    /// capacity. They end before [`build`](Builder::build) returns.
+    pub fn start_threads(mut self, threads: usize) -> Self {
+        self.start.threads = Some(threads);
+        self
+    }
+
+    /// Sets a function that is told how far the build is, each time some MiB are done. It is called on
+    /// the threads that build, one call at a time; it must not panic.
+    pub fn on_progress(mut self, hook: impl FnMut(Progress) + Send + 'static) -> Self {
+        self.start.progress = Some(Box::new(hook));
+        self
+    }
+}
+
+impl Wishes {
+    /// Checks what can be checked before the first page is mapped.
+    pub(super) fn plan(
+        self,
+        info: &DeviceInfo,
+        required: Access,
+        capacity: usize,
+        page: usize,
+    ) -> Result<Start, BuildError> {
+        if !(Access::RELAXED_ORDERING | Access::HUGETLB).contains(self.optional) {
+            return Err(BuildError::Access {
+                access: self.optional,
+                reason: "only RELAXED_ORDERING and HUGETLB can be optional; ask for others with Builder::access",
+            });
+        }
+        let processors = || std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = self
+            .threads
+            .unwrap_or_else(|| processors().min(MOST_THREADS).min(capacity.div_ceil(PER_THREAD)));
+        Ok(Start {
+            placement: placement(self.numa, info, capacity, page)?,
+            optional: self.optional.difference(required),
+            threads: threads.clamp(1, 1024),
+            progress: self.progress.map(Mutex::new),
+        })
+    }
+}
+
+fn placement(
+    numa: Numa,
+    info: &DeviceInfo,
+    capacity: usize,
+    page_size: usize,
+) -> Result<Placement, BuildError> {
+    let nodes = numa::nodes();
+    let allowed = numa::allowed();
+    let may = |node: &u32| allowed.as_ref().is_none_or(|a| a.contains(node));
+    let refuse = |node, problem| {
+        let free = numa::free_on(node, page_size);
+        Err(BuildError::Node { node, problem, needed: capacity as u64, page_size, free })
+    };
+    match numa {
+        Numa::Any => Ok(Placement::Anywhere),
+        Numa::Interleave => Ok(Placement::Interleave(nodes.into_iter().filter(may).collect())),
+        Numa::OfDevice => Ok(match info.numa_node {
+            Some(node) if nodes.contains(&node) && may(&node) => Placement::Near(node),
+            _ => Placement::Anywhere,
+        }),
+        Numa::Node(node) if !nodes.contains(&node) => refuse(
+            node,
+            format!("it does not exist or has no memory (nodes with memory: {})", list(&nodes)),
+        ),
+        Numa::Node(node) if !may(&node) => {
+            let allowed = list(&allowed.unwrap_or_default());
+            refuse(node, format!("this process may not use it (its cpuset allows {allowed})"))
+        }
+        Numa::Node(node) => Ok(Placement::On(node)),
+    }
+}
+
+fn list(nodes: &[u32]) -> String {
+    nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_without_a_node_or_on_one_that_is_not_there_has_no_preference() {
+        let mut info = DeviceInfo::new("d", "t");
+        let of = |info: &_| placement(Numa::OfDevice, info, 4096, 4096).expect("placed");
+        assert_eq!(of(&info), Placement::Anywhere);
+        info.numa_node = Some(1000);
+        assert_eq!(of(&info), Placement::Anywhere);
+        let here = numa::nodes()[0];
+        info.numa_node = Some(here);
+        assert_eq!(of(&info), Placement::Near(here));
+    }
+
+    #[test]
+    fn a_node_that_is_not_there_is_named_with_those_that_are() {
+        let info = DeviceInfo::new("d", "t");
+        let e = placement(Numa::Node(1000), &info, 8 << 20, 4096).expect_err("no such node");
+        assert!(matches!(e, BuildError::Node { node: 1000, free: None, .. }), "{e}");
+        assert!(e.to_string().contains("node 1000") && e.to_string().contains("8 MiB"), "{e}");
+    }
+}

@@ -1,0 +1,287 @@
+//! Hugepages that are there, partly there, not there, and there but out of a cgroup's reach (B06): what a
+//! pool gets is whole pages of one size for each arena, what it says agrees with smaps, and what it does
+//! not keep goes back. Changes the machine's counts of hugepages, and restores them.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+mod common;
+
+use std::{
+    env, fs,
+    io::{self, Write},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use common::{page_sizes_of, soft};
+use pinpool::{BuildError, Event, PageSize, Pages, Pool};
+
+const MIB: usize = 1 << 20;
+const HUGE_2M: usize = 2 * MIB;
+const HUGE_1G: usize = 1 << 30;
+
+/// One size's counts, held by one test at a time; what was reserved before is restored at the end.
+struct Hugepages {
+    dir: PathBuf,
+    before: [(&'static str, u64); 2],
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Hugepages {
+    fn of(page: usize) -> Option<Self> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let dir = Path::new("/sys/kernel/mm/hugepages").join(format!("hugepages-{}kB", page >> 10));
+        let before =
+            ["nr_hugepages", "nr_overcommit_hugepages"].map(|file| (file, read(&dir, file)));
+        let [Some(nr), Some(over)] = before.map(|(_, n)| n) else { return None };
+        let before = [("nr_hugepages", nr), ("nr_overcommit_hugepages", over)];
+        let this = Self { dir, before, _alone: alone };
+        if let Err(e) = this.write("nr_overcommit_hugepages", 0)
+            // Pages of 1 GiB are never made on demand, so there is nothing to turn off.
+            && e.raw_os_error() != Some(libc::EINVAL)
+        {
+            panic!("this test reserves hugepages, which takes root: {e}; try `sudo`")
+        }
+        Some(this)
+    }
+
+    fn write(&self, file: &str, n: u64) -> io::Result<()> {
+        fs::write(self.dir.join(file), n.to_string())
+    }
+
+    fn count(&self, file: &str) -> u64 {
+        read(&self.dir, file).unwrap()
+    }
+
+    fn free(&self) -> u64 {
+        self.count("free_hugepages") - self.count("resv_hugepages")
+    }
+
+    /// Has so many pages free, whoever uses others; false where the system has no room.
+    fn set_free(&self, n: u64) -> bool {
+        let used = self.count("nr_hugepages") - self.count("free_hugepages");
+        self.write("nr_hugepages", used + n).unwrap();
+        self.free() == n
+    }
+}
+
+impl Drop for Hugepages {
+    fn drop(&mut self) {
+        for (file, n) in self.before {
+            // A panic here would hide the test's own.
+            let _ = self.write(file, n);
+        }
+    }
+}
+
+fn read(dir: &Path, file: &str) -> Option<u64> {
+    fs::read_to_string(dir.join(file)).ok()?.trim().parse().ok()
+}
+
+/// Checks that every arena is made of pages of the one size that the pool says, and can be written.
+fn check(pool: &Pool) {
+    for arena in pool.arenas() {
+        let found = page_sizes_of(arena.addr.as_ptr() as usize, arena.len);
+        assert_eq!(found, [arena.page_size], "what the pool says and smaps");
+        let page = arena.page_size;
+        assert!(
+            (arena.addr.as_ptr() as usize).is_multiple_of(page) && arena.len.is_multiple_of(page)
+        );
+    }
+    let mut bufs: Vec<_> = std::iter::from_fn(|| pool.alloc(MIB).ok()).collect();
+    assert!(!bufs.is_empty());
+    bufs.iter_mut().for_each(|b| b.fill(0xa5));
+}
+
+#[test]
+fn b06_without_hugepages_required_ones_are_an_error_and_preferred_ones_base_pages() {
+    let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
+    assert!(huge.set_free(0));
+    let error =
+        soft(16 * MIB).pages(Pages::Require(PageSize::Huge2M)).build().expect_err("none are free");
+    match &error {
+        BuildError::Back { len, page_size, free_pages, .. } => {
+            assert_eq!((*len, *page_size, *free_pages), (16 * MIB, HUGE_2M, Some(0)));
+        }
+        other => panic!("{other}"),
+    }
+    for part in ["16 MiB", "2 MiB", "needs 8 hugepages", "0 were free", "nr_hugepages"] {
+        assert!(error.to_string().contains(part), "{part} in {error}");
+    }
+    let pool = soft(16 * MIB).pages(Pages::Prefer(PageSize::Huge2M)).build().unwrap();
+    assert_eq!(pool.arenas()[0].page_size, 4096);
+    check(&pool);
+}
+
+#[test]
+fn b06_where_some_are_free_no_arena_is_half_huge_and_none_are_lost() {
+    let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
+    assert!(huge.set_free(3));
+    let error = soft(16 * MIB).pages(Pages::Require(PageSize::Huge2M)).build().expect_err("3 of 8");
+    assert!(matches!(error, BuildError::Back { free_pages: Some(3), .. }), "{error}");
+    assert_eq!(huge.free(), 3);
+
+    let pool = soft(16 * MIB).pages(Pages::Prefer(PageSize::Huge2M)).build().unwrap();
+    assert_eq!(pool.arenas()[0].page_size, 4096, "one arena of 8 pages");
+    check(&pool);
+    assert_eq!(huge.free(), 3);
+    drop(pool);
+
+    // Arenas of two pages: the first has them, the others do not, and one page is over.
+    static MISSING: Mutex<Vec<(usize, Option<u64>)>> = Mutex::new(Vec::new());
+    let pool = soft(16 * MIB)
+        .arena_size(4 * MIB)
+        .pages(Pages::Prefer(PageSize::Huge2M))
+        .on_event(|e| {
+            if let Event::HugepagesMissing { arena, free_pages, .. } = e {
+                MISSING.lock().unwrap().push((*arena, *free_pages));
+            }
+        })
+        .build()
+        .unwrap();
+    let sizes: Vec<_> = pool.arenas().iter().map(|a| a.page_size).collect();
+    assert_eq!(sizes, [HUGE_2M, 4096, 4096, 4096]);
+    assert_eq!(*MISSING.lock().unwrap(), [(1, Some(1)), (2, Some(1)), (3, Some(1))]);
+    check(&pool);
+    assert_eq!(huge.free(), 1);
+    drop(pool);
+    assert_eq!(huge.free(), 3);
+
+    let error = soft(16 * MIB)
+        .arena_size(4 * MIB)
+        .pages(Pages::Require(PageSize::Huge2M))
+        .build()
+        .expect_err("the second arena cannot have its pages");
+    assert!(matches!(error, BuildError::Back { arena: 1, free_pages: Some(1), .. }), "{error}");
+    assert_eq!(huge.free(), 3, "the first arena's pages are back");
+}
+
+#[test]
+fn all_arenas_are_huge_where_enough_are_free() {
+    let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
+    assert!(huge.set_free(8));
+    let pool = soft((15 << 20) + 1)
+        .arena_size(4 * MIB)
+        .pages(Pages::Require(PageSize::Huge2M))
+        .build()
+        .unwrap();
+    assert_eq!((pool.capacity(), huge.free()), (16 * MIB, 0));
+    assert!(pool.arenas().iter().all(|a| a.page_size == HUGE_2M));
+    check(&pool);
+    drop(pool);
+    assert_eq!(huge.free(), 8);
+}
+
+#[test]
+fn b06_pages_of_1_gib_are_had_or_named() {
+    let ask = || soft(HUGE_1G).pages(Pages::Require(PageSize::Huge1G)).build();
+    let Some(huge) = Hugepages::of(HUGE_1G) else {
+        let error = ask().expect_err("no such size");
+        assert!(matches!(error, BuildError::PageSizeAbsent { asked: HUGE_1G, .. }), "{error}");
+        assert!(error.to_string().contains("1 GiB"), "{error}");
+        return;
+    };
+    assert!(huge.set_free(0));
+    let error = ask().expect_err("none are free");
+    match &error {
+        BuildError::Back { page_size: HUGE_1G, free_pages: Some(0), .. } => {}
+        other => panic!("{other}"),
+    }
+    assert!(error.to_string().contains("hugepages-1048576kB"), "{error}");
+    if !huge.set_free(1) {
+        eprintln!("no page of 1 GiB can be reserved on this machine now; that part is left out");
+        return;
+    }
+    let pool = ask().unwrap();
+    assert_eq!(pool.arenas()[0].page_size, HUGE_1G);
+    check(&pool);
+    drop(pool);
+    assert_eq!(huge.free(), 1);
+}
+
+/// Makes a hugetlb cgroup with so many bytes of 2 MiB pages; `None` where no controller can be had.
+fn cgroup(limit: usize) -> Option<Cgroup> {
+    let v2 = Path::new("/sys/fs/cgroup");
+    if fs::read_to_string(v2.join("cgroup.controllers")).is_ok_and(|c| c.contains("hugetlb")) {
+        fs::write(v2.join("cgroup.subtree_control"), "+hugetlb").ok()?;
+        return Cgroup::at(v2, "hugetlb.2MB.max", limit, false);
+    }
+    let root = env::temp_dir().join(format!("pinpool-hugetlb-{}", std::process::id()));
+    fs::create_dir(&root).ok()?;
+    let mut mount = Command::new("mount");
+    mount.args(["-t", "cgroup", "-o", "hugetlb", "none"]).arg(&root);
+    if !mount.status().is_ok_and(|s| s.success()) {
+        let _ = fs::remove_dir(&root);
+        return None;
+    }
+    Cgroup::at(&root, "hugetlb.2MB.limit_in_bytes", limit, true)
+}
+
+struct Cgroup {
+    root: PathBuf,
+    dir: PathBuf,
+    mounted: bool,
+}
+
+impl Cgroup {
+    fn at(root: &Path, file: &str, limit: usize, mounted: bool) -> Option<Self> {
+        let dir = root.join(format!("pinpool-test-{}", std::process::id()));
+        let this = Self { root: root.to_owned(), dir, mounted };
+        fs::create_dir(&this.dir).ok()?;
+        fs::write(this.dir.join(file), limit.to_string()).ok()?;
+        Some(this)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.dir);
+        if self.mounted {
+            let _ = Command::new("umount").arg(&self.root).status();
+            let _ = fs::remove_dir(&self.root);
+        }
+    }
+}
+
+const CHILD: &str = "PINPOOL_TEST_IN_CGROUP";
+
+#[test]
+fn b06_under_a_smaller_hugetlb_cgroup_it_is_an_error_and_never_a_signal() {
+    if env::var_os(CHILD).is_some() {
+        return in_the_cgroup();
+    }
+    let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
+    assert!(huge.set_free(8));
+    // Two pages of the eight that are reserved.
+    let Some(cgroup) = cgroup(2 * HUGE_2M) else {
+        eprintln!("this machine has no hugetlb cgroup controller to be had; left out");
+        return;
+    };
+    let mut tasks =
+        fs::OpenOptions::new().write(true).open(cgroup.dir.join("cgroup.procs")).unwrap();
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", "--nocapture"]).env(CHILD, "1");
+    command.arg("b06_under_a_smaller_hugetlb_cgroup_it_is_an_error_and_never_a_signal");
+    // SAFETY: one write of a constant, which neither allocates nor locks. "0" is whoever writes.
+    unsafe { command.pre_exec(move || tasks.write_all(b"0")) };
+    let out = command.output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.signal(), None, "{said}");
+    assert!(out.status.success(), "{said}");
+    assert_eq!(huge.free(), 8, "what was charged is back");
+}
+
+fn in_the_cgroup() {
+    let error =
+        soft(16 * MIB).pages(Pages::Require(PageSize::Huge2M)).build().expect_err("limited");
+    assert!(matches!(error, BuildError::Back { step: "faulting in", .. }), "{error}");
+    assert!(error.to_string().contains("2 MiB"), "{error}");
+    let pool = soft(16 * MIB).pages(Pages::Prefer(PageSize::Huge2M)).build().unwrap();
+    assert_eq!(pool.arenas()[0].page_size, 4096);
+    check(&pool);
+    drop(pool);
+    let pool = soft(2 * HUGE_2M).pages(Pages::Require(PageSize::Huge2M)).build().unwrap();
+    check(&pool);
+}
