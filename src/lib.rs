@@ -41,6 +41,8 @@ mod config;
 #[cfg(not(loom))]
 mod error;
 #[cfg(not(loom))]
+mod problem;
+#[cfg(not(loom))]
 mod size_class;
 mod sync;
 
@@ -48,9 +50,11 @@ mod sync;
 #[cfg(not(loom))]
 mod sys;
 
-// Layer 2: devices.
+// Layer 2: devices, and judging a plan by what they and the system permit.
 #[cfg(not(loom))]
 pub mod device;
+#[cfg(not(loom))]
+mod preflight;
 
 // Layer 3: memory.
 #[cfg(not(loom))]
@@ -99,6 +103,7 @@ pub use crate::{
     },
     local::LocalPool,
     pool::Pool,
+    problem::Problem,
     stats::{ClassStats, Stats},
 };
 
