@@ -24,7 +24,8 @@
 //! ```
 //!
 //! A [`Pool`] is built from a [`Device`] through a [`Builder`]. [`Buf`] is the handle of one buffer.
-//! Anything that registers memory can take the device's place: see [`device::Registrar`].
+//! Anything that registers memory can take the device's place: see [`device::Registrar`]. [`doctor()`] looks a
+//! machine over for a pool without building it.
 //!
 //! # Features
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
@@ -86,6 +87,10 @@ mod local;
 #[cfg(not(loom))]
 mod pool;
 
+// Layer 6: what looks a machine over.
+#[cfg(not(loom))]
+mod doctor;
+
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
@@ -98,6 +103,10 @@ pub use crate::{
     buf::{Buf, CapacityError},
     config::{Builder, Event, PageSize, Pages},
     device::Device,
+    doctor::{
+        CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
+        PoolReport, Report, doctor,
+    },
     error::{
         AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
     },

@@ -197,6 +197,7 @@ mod tests {
             },
             max_maps: Some(65_530),
             maps: 50,
+            nodes: Vec::new(),
         }
     }
 

@@ -315,6 +315,7 @@ pub(crate) struct Facts {
     pub(crate) max_maps: Option<u64>,
     /// Mappings that this process has.
     pub(crate) maps: u64,
+    pub(crate) nodes: Vec<Node>,
 }
 
 impl Facts {
@@ -329,8 +330,21 @@ impl Facts {
             memory: memory(),
             max_maps: number(Path::new("/proc/sys/vm/max_map_count")),
             maps: maps.iter().filter(|&&b| b == b'\n').count() as u64,
+            nodes,
         }
     }
+}
+
+/// The kernel's release.
+pub(crate) fn kernel() -> String {
+    let text = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    text.trim().to_owned()
+}
+
+/// The setting of transparent hugepages, the word in brackets; `None` where the kernel has none.
+pub(crate) fn thp() -> Option<String> {
+    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
+    Some(text.split_once('[')?.1.split_once(']')?.0.to_owned())
 }
 
 /// Free hugepages of a size, over all nodes; `None` when the system has no such size.
@@ -450,7 +464,8 @@ mod tests {
     fn this_machine_can_be_looked_at() {
         let facts = Facts::gather();
         assert!(facts.maps > 0 && facts.memory.total.is_some(), "{facts:?}");
-        assert!(nodes().iter().all(|n| n.total > 0 || n.cpus.is_empty()));
+        assert!(facts.nodes.iter().all(|n| n.total > 0 || n.cpus.is_empty()), "{facts:?}");
+        assert!(!kernel().is_empty());
     }
 
     #[test]
