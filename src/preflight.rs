@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(kinds(&f.problems), ["hugepages"]);
         let text = f.problems[0].to_string();
         for part in [
-            "8 hugepages of 2 MiB are needed, 8 are free (3 on node 0, 5 on node 1), 1 of them reserved",
+            "hugepages of 2 MiB: 8 are needed, 8 are free (3 on node 0, 5 on node 1), 1 of them reserved",
             "echo 9 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
         ] {
             assert!(text.contains(part), "{part:?} in {text}");

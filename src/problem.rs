@@ -198,7 +198,7 @@ impl Problem {
             }
             Self::Hugepages { page_size, needed, free, reserved, surplus, nodes, .. } => {
                 let mut text = format!(
-                    "{needed} hugepages of {} are needed, {free} are free",
+                    "hugepages of {}: {needed} are needed, {free} are free",
                     Bytes(*page_size as u64)
                 );
                 if nodes.len() > 1 {
