@@ -7,19 +7,20 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "sync", "size_class", "config"},
+    {"access", "error", "problem", "sync", "size_class", "config"},
     {"sys"},
-    {"device"},
+    {"device", "preflight"},
     {"arena", "page_map", "slab"},
     {"stack", "gate", "depot", "magazine", "thread", "stats"},
     {"pool", "buf", "local", "batch"},
-    {"adapters", "loopback"},
+    {"adapters", "doctor", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.
 ALLOWED = {
     ("config", "sys"): "reads limits while it plans",
     ("config", "device"): "a builder holds a device",
     ("config", "pool"): "build() returns one",
+    ("config", "preflight"): "has its plan judged",
     ("sync", "sys"): "the heavy half of the barrier is a system call",
     ("thread", "pool"): "a thread's list gives back to cores",
     ("arena", "config"): "builds from a plan",

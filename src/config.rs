@@ -7,11 +7,16 @@ use std::fmt;
 
 use crate::{
     access::Access,
-    device::{Device, DeviceInfo, Pinning},
+    device::{Device, DeviceInfo},
     error::BuildError,
     pool::Pool,
+    preflight::{self, Demand, Findings},
+    problem::{self, Problem},
     size_class::MIN_BLOCK,
-    sys::{limits, mmap},
+    sys::{
+        limits::{self, Facts},
+        mmap,
+    },
 };
 
 pub use self::start::{Numa, Progress, Stage};
@@ -51,19 +56,24 @@ pub enum Pages {
 }
 
 impl Pages {
-    /// The sizes to try, best first.
-    fn candidates(self) -> Result<Vec<usize>, BuildError> {
+    /// The sizes to try, best first, and what is wrong with the one asked for.
+    fn candidates(self) -> (Vec<usize>, Option<Problem>) {
         let offered = limits::page_sizes();
         let base = mmap::base_page();
-        Ok(match self {
-            Self::Base => vec![base],
-            Self::Prefer(size) if offered.contains(&size.bytes()) => vec![size.bytes(), base],
-            Self::Prefer(_) => vec![base],
-            Self::Require(size) if offered.contains(&size.bytes()) => vec![size.bytes()],
-            Self::Require(size) => {
-                return Err(BuildError::PageSizeAbsent { asked: size.bytes(), offered });
+        match self {
+            Self::Base => (vec![base], None),
+            Self::Prefer(size) if offered.contains(&size.bytes()) => {
+                (vec![size.bytes(), base], None)
             }
-        })
+            Self::Prefer(size) => {
+                (vec![base], Some(Problem::PageSizeAbsent { asked: size.bytes(), offered }))
+            }
+            Self::Require(size) => {
+                let asked = size.bytes();
+                let there = offered.contains(&asked);
+                (vec![asked], (!there).then_some(Problem::PageSizeAbsent { asked, offered }))
+            }
+        }
     }
 }
 
@@ -212,36 +222,19 @@ impl Builder {
     /// Checks everything that can be known before the first page is mapped.
     fn plan(self) -> Result<Plan, BuildError> {
         let device = self.device.ok_or(BuildError::NoDevice)?;
-        if let Some(reason) = self.access.conflict() {
-            return Err(BuildError::Access { access: self.access, reason });
-        }
-        if self.capacity == 0 {
-            return Err(BuildError::ZeroCapacity);
-        }
-        let page_sizes = self.pages.candidates()?;
-        let page = page_sizes[0];
-        if self.capacity > MAX {
-            return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
-        }
-        let capacity = self.capacity.next_multiple_of(page);
         let info = device.info();
-        let stride = arena_stride(self.arena_size, capacity, page, &info)?;
-        let mut arenas = vec![stride; capacity / stride];
-        if !capacity.is_multiple_of(stride) {
-            arenas.push(capacity % stride);
-        }
-        if arenas.len() as u64 > info.max_mr {
-            return Err(BuildError::TooManyArenas {
-                device: info.name,
-                arenas: arenas.len(),
-                arena_size: stride,
-                max_mr: info.max_mr,
-            });
-        }
-        if let Some(e) = memlock_refusal(&info, capacity, None) {
+        let asked = Asked {
+            access: self.access,
+            capacity: self.capacity,
+            arena_size: self.arena_size,
+            pages: self.pages,
+        };
+        let (Layout { capacity, stride, arenas, page_sizes }, found) =
+            asked.examine(&info, &Facts::gather())?;
+        if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
-        let start = self.start.plan(&info, self.access, capacity, page)?;
+        let start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
         Ok(Plan {
             device,
             info,
@@ -257,8 +250,83 @@ impl Builder {
     }
 }
 
+/// What a builder is asked for, apart from the device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked {
+    pub(crate) access: Access,
+    pub(crate) capacity: usize,
+    pub(crate) arena_size: Option<usize>,
+    pub(crate) pages: Pages,
+}
+
+/// How a capacity is laid out.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Layout {
+    pub(crate) capacity: usize,
+    pub(crate) stride: usize,
+    pub(crate) arenas: Vec<usize>,
+    pub(crate) page_sizes: Vec<usize>,
+}
+
+impl Asked {
+    /// Lays it out and judges that. Mistakes in what was asked are errors at once; what device and system
+    /// do not permit is gathered.
+    pub(crate) fn examine(
+        &self,
+        info: &DeviceInfo,
+        facts: &Facts,
+    ) -> Result<(Layout, Findings), BuildError> {
+        if let Some(reason) = self.access.conflict() {
+            return Err(BuildError::Access { access: self.access, reason });
+        }
+        if self.capacity == 0 {
+            return Err(BuildError::ZeroCapacity);
+        }
+        if self.capacity > MAX {
+            return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
+        }
+        let (page_sizes, absent) = self.pages.candidates();
+        let page = page_sizes[0];
+        let capacity = self.capacity.next_multiple_of(page);
+        let (mut first, mut notes) = (Vec::new(), Vec::new());
+        match self.pages {
+            Pages::Require(_) => first.extend(absent),
+            _ => notes.extend(absent),
+        }
+        let stride = arena_stride(self.arena_size, capacity, page, info).unwrap_or_else(|p| {
+            first.push(p);
+            // The rest is judged as if the size had been left open.
+            arena_stride(None, capacity, page, info)
+                .unwrap_or_else(|_| capacity.next_power_of_two())
+        });
+        let count = capacity.div_ceil(stride);
+        if count > MAX_ARENAS {
+            let problem =
+                format!("makes {count} arenas of this capacity; the most is {MAX_ARENAS}");
+            return Err(BuildError::ArenaSize { asked: stride, problem });
+        }
+        let mut arenas = vec![stride; capacity / stride];
+        if !capacity.is_multiple_of(stride) {
+            arenas.push(capacity % stride);
+        }
+        let demand = Demand {
+            info,
+            arenas: &arenas,
+            stride,
+            page_sizes: &page_sizes,
+            base_page: mmap::base_page(),
+        };
+        let mut found = preflight::judge(&demand, facts);
+        found.problems.splice(0..0, first);
+        found.notes.splice(0..0, notes);
+        Ok((Layout { capacity, stride, arenas, page_sizes }, found))
+    }
+}
+
 /// The most that is believed to be meant: half of what 47 bits of user addresses hold.
 const MAX: usize = 1 << 46;
+/// The most arenas that are believed to be meant; each costs two entries in a list here.
+const MAX_ARENAS: usize = 1 << 20;
 
 /// Decides the power of two that arenas are apart, and so their length.
 fn arena_stride(
@@ -266,10 +334,10 @@ fn arena_stride(
     capacity: usize,
     page: usize,
     info: &DeviceInfo,
-) -> Result<usize, BuildError> {
+) -> Result<usize, Problem> {
     let max = usize::try_from(info.max_mr_size).unwrap_or(usize::MAX);
     if max < page {
-        return Err(BuildError::MrTooSmall {
+        return Err(Problem::MrTooSmall {
             device: info.name.clone(),
             page_size: page,
             max_mr_size: info.max_mr_size,
@@ -281,7 +349,7 @@ fn arena_stride(
         let fits = 1 << max.ilog2();
         return Ok(few.min(whole).min(fits).max(page));
     };
-    let bad = |problem| Err(BuildError::ArenaSize { asked, problem });
+    let bad = |problem| Err(Problem::ArenaSize { asked, problem });
     if !asked.is_power_of_two() {
         return bad("is not a power of two".to_owned());
     }
@@ -308,21 +376,12 @@ pub(crate) fn memlock_refusal(
     bytes: usize,
     errno: Option<i32>,
 ) -> Option<BuildError> {
-    let m = limits::memlock();
-    // The kernel counts the two apart, each against the whole limit.
-    let pinned = match info.pinning {
-        Pinning::Pinned => m.pinned,
-        Pinning::Locked => m.locked,
-        Pinning::Free => return None,
-    };
-    let fits = pinned.checked_add(bytes as u64).is_some_and(|sum| sum <= m.soft);
-    (!m.exempt && !fits).then_some(BuildError::Memlock {
-        asked: bytes as u64,
-        pinned,
-        soft: m.soft,
-        hard: m.hard,
-        errno,
-    })
+    match preflight::memlock(info, bytes as u64, &limits::memlock())?.into() {
+        BuildError::Memlock { asked, pinned, soft, hard, .. } => {
+            Some(BuildError::Memlock { asked, pinned, soft, hard, errno })
+        }
+        other => Some(other),
+    }
 }
 
 /// What is to be built; immutable.
@@ -370,7 +429,7 @@ mod tests {
         let stride = |asked| arena_stride(Some(asked), 64 << 20, 4096, &info(4 << 20));
         assert_eq!(stride(4 << 20).expect("fits"), 4 << 20);
         for bad in [0, 2048, 3 << 20, 8 << 20] {
-            assert!(matches!(stride(bad), Err(BuildError::ArenaSize { .. })), "{bad}");
+            assert!(matches!(stride(bad), Err(Problem::ArenaSize { .. })), "{bad}");
         }
     }
 }

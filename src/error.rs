@@ -2,7 +2,10 @@
 
 use std::{fmt, io};
 
-use crate::access::Access;
+use crate::{
+    access::Access,
+    problem::{self, Problem},
+};
 
 /// A byte count that prints exactly and, where it helps, also in binary units.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -204,6 +207,12 @@ pub enum BuildError {
         /// Bytes of those that exist.
         offered: Vec<usize>,
     },
+    /// The machine is not set up for this pool: everything that is wrong, before a page was mapped.
+    /// [`Memlock`](BuildError::Memlock), [`TooManyArenas`](BuildError::TooManyArenas),
+    /// [`MrTooSmall`](BuildError::MrTooSmall), [`ArenaSize`](BuildError::ArenaSize) and
+    /// [`PageSizeAbsent`](BuildError::PageSizeAbsent) stand for themselves when they are all that is.
+    #[error("{}", problem::list(.0))]
+    Preflight(Vec<Problem>),
     /// No address range for the pool.
     #[error("reserving {} of address space failed: {source}", Bytes(*len as u64))]
     Reserve {

@@ -24,7 +24,8 @@
 //! ```
 //!
 //! A [`Pool`] is built from a [`Device`] through a [`Builder`]. [`Buf`] is the handle of one buffer.
-//! Anything that registers memory can take the device's place: see [`device::Registrar`].
+//! Anything that registers memory can take the device's place: see [`device::Registrar`]. [`doctor()`] looks a
+//! machine over for a pool without building it.
 //!
 //! # Features
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
@@ -41,6 +42,8 @@ mod config;
 #[cfg(not(loom))]
 mod error;
 #[cfg(not(loom))]
+mod problem;
+#[cfg(not(loom))]
 mod size_class;
 mod sync;
 
@@ -48,9 +51,11 @@ mod sync;
 #[cfg(not(loom))]
 mod sys;
 
-// Layer 2: devices.
+// Layer 2: devices, and judging a plan by what they and the system permit.
 #[cfg(not(loom))]
 pub mod device;
+#[cfg(not(loom))]
+mod preflight;
 
 // Layer 3: memory.
 #[cfg(not(loom))]
@@ -82,6 +87,10 @@ mod local;
 #[cfg(not(loom))]
 mod pool;
 
+// Layer 6: what looks a machine over.
+#[cfg(not(loom))]
+mod doctor;
+
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
@@ -94,11 +103,16 @@ pub use crate::{
     buf::{Buf, CapacityError},
     config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
     device::Device,
+    doctor::{
+        CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
+        PoolReport, Report, doctor,
+    },
     error::{
         AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
     },
     local::LocalPool,
     pool::Pool,
+    problem::Problem,
     stats::{ClassStats, Stats},
 };
 

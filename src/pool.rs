@@ -731,9 +731,13 @@ impl Pool {
     ///
     /// Takes locks, and sends every thread through its slow path once; not for hot paths. In a forked child
     /// the figures are those of the fork, with blocks in caches counted as live (and all zero if the fork
-    /// fell into an update).
+    /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
-        self.core().stats()
+        let mut stats = self.core().stats();
+        let m = limits::memlock();
+        (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
+        stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);
+        stats
     }
 
     /// Gives what lies in caches, this thread's and all others', back to the slabs, so that other sizes
@@ -796,7 +800,7 @@ impl Pool {
     #[cfg(any(test, feature = "fault"))]
     pub fn check(&self) {
         self.core().slabs.check();
-        let stats = self.stats();
+        let stats = self.core().stats();
         assert!(stats.balanced(), "{stats:#?}");
     }
 }

@@ -29,6 +29,20 @@ pub struct Stats {
     pub arenas: usize,
     /// How many register calls the pool has made.
     pub register_calls: u64,
+    /// Bytes that RDMA has pinned for the whole process (`VmPin`), as of this call; `capacity` is this
+    /// pool's part of it on a verbs device.
+    ///
+    /// `VmLck` of the process and `Mlocked` of `/proc/meminfo` stay at zero meanwhile: they count pages that
+    /// `mlock` keeps from being swapped, whereas RDMA holds its pages by reference, and the kernel counts those
+    /// apart. Monitoring that watches `Mlocked` alone sees nothing of a pool.
+    pub pinned: u64,
+    /// Bytes that `mlock` keeps for the whole process (`VmLck`): the software device's.
+    pub locked: u64,
+    /// `RLIMIT_MEMLOCK`, soft; `None` is unlimited. Holds against `pinned` and `locked` apart, unless
+    /// `memlock_exempt`.
+    pub memlock_limit: Option<u64>,
+    /// Whether the limit does not bind this process (`CAP_IPC_LOCK`, effective, in the initial user namespace).
+    pub memlock_exempt: bool,
     /// Bytes of the allocator's own tables, all of them outside registered memory.
     pub table_bytes: usize,
     /// The classes that have slabs, smallest first, and last, with block size 0, spans above them.
@@ -68,6 +82,10 @@ impl Stats {
             largest_free: counts.largest_run,
             arenas: 0,
             register_calls: 0,
+            pinned: 0,
+            locked: 0,
+            memlock_limit: None,
+            memlock_exempt: false,
             table_bytes: counts.table_bytes,
             classes: Vec::new(),
         };

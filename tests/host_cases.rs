@@ -137,6 +137,8 @@ fn b19_zero_and_impossible_lengths() {
         let error = soft(1 << 20).arena_size(capacity).build().unwrap_err();
         assert!(matches!(error, BuildError::ArenaSize { .. }), "{error}");
     }
+    let error = soft(1 << 46).arena_size(4096).build().unwrap_err();
+    assert!(matches!(error, BuildError::ArenaSize { asked: 4096, .. }), "{error}");
     assert!(matches!(soft(1 << 20).arena_size(0).build(), Err(BuildError::ArenaSize { .. })));
     let pool = soft(1 << 20).build().unwrap();
     let empty = pool.alloc(0).unwrap();

@@ -15,7 +15,7 @@ use std::{
 };
 
 use common::{page_sizes_of, soft};
-use pinpool::{BuildError, Event, PageSize, Pages, Pool};
+use pinpool::{BuildError, Event, PageSize, Pages, Pool, Problem};
 
 const MIB: usize = 1 << 20;
 const HUGE_2M: usize = 2 * MIB;
@@ -95,19 +95,25 @@ fn check(pool: &Pool) {
     bufs.iter_mut().for_each(|b| b.fill(0xa5));
 }
 
+/// Page size, pages needed and pages free of an error that is about hugepages alone.
+fn shortage(error: &BuildError) -> (usize, u64, u64) {
+    match error {
+        BuildError::Preflight(problems) => match problems.as_slice() {
+            [Problem::Hugepages { page_size, needed, free, .. }] => (*page_size, *needed, *free),
+            other => panic!("{other:?}"),
+        },
+        other => panic!("{other}"),
+    }
+}
+
 #[test]
 fn b06_without_hugepages_required_ones_are_an_error_and_preferred_ones_base_pages() {
     let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
     assert!(huge.set_free(0));
     let error =
         soft(16 * MIB).pages(Pages::Require(PageSize::Huge2M)).build().expect_err("none are free");
-    match &error {
-        BuildError::Back { len, page_size, free_pages, .. } => {
-            assert_eq!((*len, *page_size, *free_pages), (16 * MIB, HUGE_2M, Some(0)));
-        }
-        other => panic!("{other}"),
-    }
-    for part in ["16 MiB", "2 MiB", "needs 8 hugepages", "0 were free", "nr_hugepages"] {
+    assert_eq!(shortage(&error), (HUGE_2M, 8, 0));
+    for part in ["2 MiB", "8 are needed", "0 are free", "nr_hugepages"] {
         assert!(error.to_string().contains(part), "{part} in {error}");
     }
     let pool = soft(16 * MIB).pages(Pages::Prefer(PageSize::Huge2M)).build().unwrap();
@@ -120,7 +126,7 @@ fn b06_where_some_are_free_no_arena_is_half_huge_and_none_are_lost() {
     let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
     assert!(huge.set_free(3));
     let error = soft(16 * MIB).pages(Pages::Require(PageSize::Huge2M)).build().expect_err("3 of 8");
-    assert!(matches!(error, BuildError::Back { free_pages: Some(3), .. }), "{error}");
+    assert_eq!(shortage(&error), (HUGE_2M, 8, 3));
     assert_eq!(huge.free(), 3);
 
     let pool = soft(16 * MIB).pages(Pages::Prefer(PageSize::Huge2M)).build().unwrap();
@@ -154,8 +160,8 @@ fn b06_where_some_are_free_no_arena_is_half_huge_and_none_are_lost() {
         .pages(Pages::Require(PageSize::Huge2M))
         .build()
         .expect_err("the second arena cannot have its pages");
-    assert!(matches!(error, BuildError::Back { arena: 1, free_pages: Some(1), .. }), "{error}");
-    assert_eq!(huge.free(), 3, "the first arena's pages are back");
+    assert_eq!(shortage(&error), (HUGE_2M, 8, 3));
+    assert_eq!(huge.free(), 3, "no arena keeps any");
 }
 
 #[test]
@@ -185,10 +191,7 @@ fn b06_pages_of_1_gib_are_had_or_named() {
     };
     assert!(huge.set_free(0));
     let error = ask().expect_err("none are free");
-    match &error {
-        BuildError::Back { page_size: HUGE_1G, free_pages: Some(0), .. } => {}
-        other => panic!("{other}"),
-    }
+    assert_eq!(shortage(&error), (HUGE_1G, 1, 0));
     assert!(error.to_string().contains("hugepages-1048576kB"), "{error}");
     if !huge.set_free(1) {
         eprintln!("no page of 1 GiB can be reserved on this machine now; that part is left out");
@@ -276,8 +279,9 @@ fn b06_under_a_smaller_hugetlb_cgroup_it_is_an_error_and_never_a_signal() {
 fn in_the_cgroup() {
     let error =
         soft(16 * MIB).pages(Pages::Require(PageSize::Huge2M)).build().expect_err("limited");
-    assert!(matches!(error, BuildError::Back { step: "faulting in", .. }), "{error}");
+    assert!(matches!(error, BuildError::Preflight(_)), "{error}");
     assert!(error.to_string().contains("2 MiB"), "{error}");
+    // Here the limit is met by faulting in, which answers with an error, not with a signal.
     let pool = soft(16 * MIB).pages(Pages::Prefer(PageSize::Huge2M)).build().unwrap();
     assert_eq!(pool.arenas()[0].page_size, 4096);
     check(&pool);

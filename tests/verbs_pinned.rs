@@ -15,7 +15,9 @@ use std::{
 };
 
 use common::{Registered, device, vm_pin};
-use pinpool::{Access, BuildError, PageSize, Pages, Pool};
+#[cfg(feature = "fault")]
+use pinpool::Device;
+use pinpool::{Access, BuildError, PageSize, Pages, Pool, Problem};
 
 /// The counter is the whole process's, so one test at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -46,29 +48,52 @@ fn vm_pin_returns_to_where_it_was() {
     }
 }
 
+#[cfg(feature = "fault")]
 #[test]
 fn a_pool_that_fails_half_built_leaves_nothing_pinned() {
+    use pinpool::device::{Fault, FaultyRegistrar};
+    const EIO: i32 = 5;
     let _alone = alone();
     let device = device();
-    let start = vm_pin();
-    // One hugepage more than there are, in four arenas and a rest: only the last cannot be had.
-    let free = free_hugepages();
-    let arena = (free * HUGE / 4).next_power_of_two() / 2;
-    assert!(arena >= HUGE, "this test needs some 2 MiB hugepages, {free} are free");
+    let (start, free) = (vm_pin(), free_hugepages());
+    assert!(free >= 4, "this test needs some 2 MiB hugepages, {free} are free");
+    // Four arenas, of which the device takes three.
+    let registrar = FaultyRegistrar::new(&device).fault(Fault::Register(4, EIO));
+    let refused = Pool::builder()
+        .device(Device::custom(registrar.clone()))
+        .capacity(4 * HUGE)
+        .arena_size(HUGE)
+        .pages(Pages::Require(PageSize::Huge2M))
+        .build()
+        .expect_err("the fourth is refused");
+    assert!(matches!(refused, BuildError::Register { arena: 3, .. }), "{refused:?}");
+    assert_eq!(refused.raw_os_error(), Some(EIO));
+    assert_eq!((registrar.deregister_calls(), registrar.live()), (3, 0));
+    assert_eq!((vm_pin(), free_hugepages()), (start, free));
+}
+
+#[test]
+fn hugepages_that_lack_are_counted_before_the_first_is_mapped() {
+    let _alone = alone();
+    let device = device();
+    let (start, free) = (vm_pin(), free_hugepages());
     let refused = Pool::builder()
         .device(device)
         .capacity((free + 1) * HUGE)
-        .arena_size(arena)
+        .arena_size(HUGE)
         .pages(Pages::Require(PageSize::Huge2M))
         .build()
         .expect_err("more hugepages than there are");
-    match refused {
-        BuildError::Back { arena, free_pages, .. } => {
-            assert!(arena > 0, "some were registered by then");
-            assert!(free_pages.is_some(), "{refused:?}");
-        }
+    match &refused {
+        BuildError::Preflight(problems) => match problems.as_slice() {
+            [Problem::Hugepages { needed, free: f, .. }] => {
+                assert_eq!((*needed, *f), (free as u64 + 1, free as u64));
+            }
+            other => panic!("{other:?}"),
+        },
         other => panic!("{other:?}"),
     }
+    assert!(refused.to_string().contains("nr_hugepages"), "{refused}");
     assert_eq!((vm_pin(), free_hugepages()), (start, free));
 }
 

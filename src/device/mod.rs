@@ -16,7 +16,7 @@ pub use self::soft::{SoftDevice, SoftError};
 pub use self::verbs::{ForkSupport, VerbsDevice};
 use crate::{
     access::{Access, LKey, RKey},
-    error::RegisterError,
+    error::{DeviceError, RegisterError},
 };
 
 /// A range to register: whole pages, mapped, faulted in, and owned by the caller.
@@ -91,6 +91,34 @@ impl DeviceInfo {
             numa_node: None,
         }
     }
+}
+
+/// One port of a device, as found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct PortInfo {
+    /// Ports count from 1.
+    pub number: u8,
+    /// Whether bytes can be moved through it.
+    pub active: bool,
+    /// `"Ethernet"` or `"InfiniBand"`.
+    pub link: &'static str,
+    /// The active MTU in bytes; 0 where the device does not say.
+    pub mtu: u32,
+}
+
+/// A device's name, and what it is with its ports, or why it does not open.
+pub(crate) type Surveyed = (String, Result<(DeviceInfo, Vec<PortInfo>), String>);
+
+/// Whether verbs devices are known at all.
+pub(crate) const HAS_VERBS: bool = cfg!(any(feature = "rdma-sys", feature = "rdma-mummy-sys"));
+
+/// Looks at all verbs devices, each opened and closed again.
+pub(crate) fn survey() -> Result<Vec<Surveyed>, DeviceError> {
+    #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+    return verbs::survey();
+    #[cfg(not(any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+    Ok(Vec::new())
 }
 
 /// Registers memory with a device: the seam behind which a framework may put its own PD wrapper,

@@ -8,10 +8,13 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::{Device, DeviceInfo, Kind, MrHandle, MrRequest, Pinning, Registrar, Registration};
+use super::{
+    Device, DeviceInfo, Kind, MrHandle, MrRequest, Pinning, PortInfo, Registrar, Registration,
+    Surveyed,
+};
 use crate::{
     error::{DeviceError, RegisterError},
-    sys::verbs::{self, CallError, Context, DeviceList, ForkStatus, Mr, Pd},
+    sys::verbs::{self, CallError, Context, DeviceList, ForkStatus, Mr, Pd, Port},
 };
 
 /// How registered memory fares when the process forks.
@@ -41,13 +44,7 @@ pub struct VerbsDevice {
 impl VerbsDevice {
     fn new(pd: Pd, fork: ForkSupport) -> Result<Self, DeviceError> {
         let context = pd.context();
-        let limits = context.limits().map_err(|e| device_error(context.name(), e))?;
-        let sysfs = Sysfs::of(context.name());
-        let mut info = DeviceInfo::new(context.name(), sysfs.transport(context.name()));
-        info.max_mr_size = limits.max_mr_size;
-        info.max_mr = limits.max_mr;
-        info.pinning = Pinning::Pinned;
-        info.numa_node = sysfs.numa_node();
+        let (info, _) = describe(context).map_err(|e| device_error(context.name(), e))?;
         Ok(Self { pd: Arc::new(pd), info, fork })
     }
 
@@ -258,6 +255,45 @@ impl From<VerbsDevice> for Device {
 
 fn devices() -> Result<Option<DeviceList>, DeviceError> {
     DeviceList::new().map_err(|e| device_error("this machine", e))
+}
+
+/// What a device is, and how many ports it has.
+fn describe(context: &Context) -> Result<(DeviceInfo, u8), CallError> {
+    let limits = context.limits()?;
+    let sysfs = Sysfs::of(context.name());
+    let mut info = DeviceInfo::new(context.name(), sysfs.transport(context.name()));
+    info.max_mr_size = limits.max_mr_size;
+    info.max_mr = limits.max_mr;
+    info.pinning = Pinning::Pinned;
+    info.numa_node = sysfs.numa_node();
+    Ok((info, limits.ports))
+}
+
+/// Looks at all devices present.
+pub(super) fn survey() -> Result<Vec<Surveyed>, DeviceError> {
+    let Some(list) = devices()? else { return Ok(Vec::new()) };
+    let look = |context: Result<Context, CallError>| {
+        let context = context?;
+        let (info, ports) = describe(&context)?;
+        // A port that cannot be asked is left out.
+        Ok((info, (1..=ports).filter_map(|n| Some(port_info(&context.port(n).ok()?))).collect()))
+    };
+    let opened = list.names().into_iter().enumerate();
+    Ok(opened
+        .filter_map(|(i, name)| {
+            Some((name, look(list.open(i)?).map_err(|e: CallError| e.to_string())))
+        })
+        .collect())
+}
+
+fn port_info(port: &Port) -> PortInfo {
+    PortInfo {
+        number: port.number,
+        active: port.active,
+        link: if port.ethernet { "Ethernet" } else { "InfiniBand" },
+        // From 1 for 256 to 5 for 4096.
+        mtu: if (1..=5).contains(&port.mtu) { 128 << port.mtu } else { 0 },
+    }
 }
 
 fn has_active_port(context: &Context) -> bool {

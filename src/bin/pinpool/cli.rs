@@ -8,9 +8,9 @@ use std::{
 use clap::{Parser, Subcommand, error::ErrorKind};
 use pinpool::{Bytes, Device};
 
-use crate::bench::Bench;
+use crate::{bench::Bench, doctor};
 
-/// Measures a pinned-memory pool for RDMA on this machine.
+/// Prepares for, and measures, a pinned-memory pool for RDMA on this machine.
 #[derive(Parser)]
 #[command(name = "pinpool", version, propagate_version = true)]
 pub(crate) struct Cli {
@@ -21,6 +21,7 @@ pub(crate) struct Cli {
 /// What to do.
 #[derive(Subcommand)]
 pub(crate) enum Command {
+    Doctor(doctor::Args),
     /// Measure what the pool saves.
     #[command(subcommand)]
     Bench(Bench),
@@ -108,6 +109,15 @@ impl DeviceArgs {
     /// Opens the device asked for; never another one in its place.
     pub(crate) fn open(&self) -> Result<Device, Failure> {
         if self.soft { Ok(Device::soft()) } else { self.open_verbs() }
+    }
+
+    /// As [`open`](DeviceArgs::open), but `None` when no device was named and none can be had.
+    pub(crate) fn open_if_any(&self) -> Result<Option<Device>, Failure> {
+        match self.open() {
+            Ok(device) => Ok(Some(device)),
+            Err(_) if self.device.is_none() => Ok(None),
+            Err(e) => Err(e),
+        }
     }
 
     #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]

@@ -1,10 +1,11 @@
-//! The `pinpool` command line: measures what a pool saves on the machine at hand.
+//! The `pinpool` command line: looks the machine at hand over, and measures what a pool saves on it.
 //!
 //! Results go to stdout, everything else to stderr. The exit code is 0 when all went well, 1 when
 //! something failed, 2 when the call was wrong or the device is not there, 130 after an interrupt.
 
 mod bench;
 mod cli;
+mod doctor;
 
 use std::process::ExitCode;
 
@@ -19,6 +20,7 @@ fn main() -> ExitCode {
 
 fn run(command: &Command) -> Result<(), Failure> {
     match command {
+        Command::Doctor(args) => doctor::run(args),
         Command::Bench(bench) => bench::run(bench),
     }
 }

@@ -216,9 +216,11 @@ impl Sides {
     pub(crate) fn build(device: &Device, largest: usize, pages: Pages) -> Result<Self, BuildError> {
         let Pages::Prefer(size) = pages else { return Self::on(device, largest, pages) };
         match Self::on(device, largest, Pages::Require(size)) {
-            Err(BuildError::Back { .. } | BuildError::PageSizeAbsent { .. }) => {
-                Self::on(device, largest, Pages::Base)
-            }
+            Err(
+                BuildError::Back { .. }
+                | BuildError::PageSizeAbsent { .. }
+                | BuildError::Preflight { .. },
+            ) => Self::on(device, largest, Pages::Base),
             other => other,
         }
     }
