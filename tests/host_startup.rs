@@ -184,7 +184,7 @@ fn progress_comes_in_order_and_ends_at_the_whole() {
             .build()
             .unwrap();
         let total = pool.capacity() as u64;
-        for (stage, calls) in [(Stage::FaultIn, 7), (Stage::Register, 4)] {
+        for (stage, calls) in [(Stage::FaultIn, 25), (Stage::Register, 4)] {
             let heard = heard.lock().unwrap();
             let done: Vec<_> =
                 heard.iter().filter(|p| p.stage == stage).map(|p| p.bytes_done).collect();

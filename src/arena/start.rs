@@ -27,8 +27,9 @@ use crate::{
 };
 
 /// Bytes that a thread faults in at a time, if pages are not larger: long against a system call, and
-/// short against a whole arena, so that threads end together.
-const CHUNK: usize = 16 << 20;
+/// short against a whole arena, so that threads end together and a register call, which may need the
+/// address space to itself, does not wait long.
+const CHUNK: usize = 4 << 20;
 
 /// Brings all arenas up, or as many as stood when the first error came.
 pub(super) fn run(arenas: &mut Arenas, plan: &Plan) -> Result<(), BuildError> {
