@@ -43,6 +43,9 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&soft(&["--samples", "0"]), "--samples"),
         (&["bench", "registration", "--soft", "--row-seconds", "NaN"], "NaN"),
         (&soft(&["--pages", "3M"]), "3M"),
+        (&["bench", "startup", "--soft", "--capacity", "0"], "multiple of 2 MiB"),
+        (&["bench", "startup", "--soft", "--capacity", "3M"], "multiple of 2 MiB"),
+        (&["bench", "startup", "--soft", "--reps", "0"], "--reps"),
     ] {
         run(args).refused(what);
     }
@@ -98,6 +101,29 @@ fn b36_mapping_faulting_in_and_registering_are_timed_apart() {
     // The other side's memory was brought up in the same way, on the same pages, before it was timed.
     assert!(v["per_call"]["fault_in_ns"].as_u64().is_some_and(|ns| ns > 0), "{}", v["per_call"]);
     assert_eq!(v["per_call"]["page_size"], v["page_size"]);
+}
+
+#[test]
+fn the_startup_bench_has_a_row_for_each_number_of_threads() {
+    let args =
+        ["bench", "startup", "--soft", "--capacity", "16M", "--pages", "base", "--reps", "2"];
+    let left = run(&[&args[..], &["--json"]].concat());
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    let v = left.object();
+    assert_eq!((&v["bench"], &v["device"]), (&"startup".into(), &"soft".into()));
+    let rows = v["rows"].as_array().expect("rows");
+    assert_eq!(rows.iter().map(|r| &r["threads"]).collect::<Vec<_>>(), [1, 2]);
+    for row in rows {
+        let times = ["pool_ms", "bare_ms", "register_ms", "bare_register_ms"];
+        assert_eq!(cli::keys(row), [&["bytes", "page_size", "threads"], &times[..]].concat());
+        assert_eq!((&row["bytes"], &row["page_size"]), (&(16 << 20).into(), &4096.into()));
+        assert!(times.iter().all(|t| row[t].as_f64().is_some_and(|ms| ms > 0.0)), "{row}");
+    }
+    let left = run(&args);
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    for word in ["soft", "kernel", "16 MiB on pages of 4 KiB", "threads", "ratio", "medians of 2"] {
+        assert!(left.stdout.contains(word), "{word} in {}", left.stdout);
+    }
 }
 
 /// Has the child live with so much locked memory, whoever runs it.

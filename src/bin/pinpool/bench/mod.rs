@@ -6,6 +6,7 @@ mod alloc;
 mod contest;
 mod registration;
 pub(crate) mod report;
+mod startup;
 
 use std::{
     process,
@@ -21,6 +22,7 @@ use crate::cli::Failure;
 #[derive(Subcommand)]
 pub(crate) enum Bench {
     Registration(registration::Args),
+    Startup(startup::Args),
     /// Compare alloc + free with general allocators, other pools and the floor
     Alloc(alloc::Args),
     /// Compare passing buffers from one thread to another
@@ -36,6 +38,7 @@ pub(crate) fn run(bench: &Bench) -> Result<(), Failure> {
     on_interrupt()?;
     match bench {
         Bench::Registration(args) => registration::run(args),
+        Bench::Startup(args) => startup::run(args),
         Bench::Alloc(args) => alloc::run(Group::Alloc, args),
         Bench::Handoff(args) => alloc::run(Group::Handoff, args),
         Bench::Churn(args) => alloc::run(Group::Churn, args),

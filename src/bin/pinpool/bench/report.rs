@@ -196,6 +196,12 @@ impl Progress {
         }
     }
 
+    /// Something that shows the share of the step at hand, for another thread.
+    pub(crate) fn shower(&self) -> impl FnMut(f64) + Send + 'static {
+        let (bar, done) = (self.bar.clone(), self.done);
+        move |share| bar.set_position(done + (share.clamp(0.0, 1.0) * PARTS as f64) as u64)
+    }
+
     /// Ends a step.
     pub(crate) fn step_done(&mut self) {
         self.done += PARTS;
