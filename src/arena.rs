@@ -18,7 +18,7 @@ use std::{
 
 use crate::{
     access::{Access, Keys, PackedKeys},
-    config::{Event, EventHook, Plan},
+    config::{self, Event, EventHook, Plan},
     device::{Registrar, Registration},
     error::{BuildError, RegisterError},
     sys::mmap::Reservation,
@@ -164,10 +164,9 @@ impl Arenas {
             };
             self.reservation.leak(arena.offset, arena.len);
             LEAKED.fetch_add(arena.len as u64, Relaxed);
-            if let Some(hook) = &self.hook {
-                let addr = self.reservation.base().as_ptr() as usize + arena.offset;
-                hook(&Event::DeregisterFailed { addr, len: arena.len, error: &error });
-            }
+            let addr = self.reservation.base().as_ptr() as usize + arena.offset;
+            let event = Event::DeregisterFailed { addr, len: arena.len, error: &error };
+            config::tell(self.hook.as_ref(), &event);
             left.arenas += 1;
             left.bytes += arena.len;
             left.first.get_or_insert(error);

@@ -8,7 +8,7 @@ use crate::{
     error::AllocError,
     magazine::{Place, ThreadGate},
     pool::{Pool, PoolRef},
-    size_class::{self, MAX_BLOCK},
+    size_class::{self, MAX_BLOCK, SPAN_CLASS},
     slab::Entry,
     thread,
 };
@@ -43,10 +43,10 @@ unsafe impl Send for Batch {}
 unsafe impl Sync for Batch {}
 
 impl Batch {
-    /// Makes an empty batch with room for `n` buffers; at least one.
+    /// Makes an empty batch with room for `n` buffers; at least one, at most 2^20.
     pub fn with_capacity(n: usize) -> Self {
         let pool = PoolRef { core: NonNull::dangling(), slot_offset: 0 };
-        Self { entries: Vec::with_capacity(n.max(1)), pool, len: 0, place: Place::of(0) }
+        Self { entries: Vec::with_capacity(n.clamp(1, 1 << 20)), pool, len: 0, place: Place::of(0) }
     }
 
     /// How many buffers it holds.
@@ -76,24 +76,24 @@ impl Batch {
         len: usize,
         n: usize,
     ) -> Result<usize, AllocError> {
-        let n = n.min(self.entries.capacity() - self.entries.len());
-        let same = self.pool == pool.inner() && self.len == len;
-        if !same {
-            // Another length or pool: what is held goes back first.
-            self.free();
-            (self.pool, self.len) = (pool.inner(), len);
-            let class = if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { 0 };
-            self.place = Place::of(class);
-        }
-        if len.wrapping_sub(1) < MAX_BLOCK {
-            // SAFETY: this thread's own gate, which lives as long as the thread.
-            let got = unsafe { &*self.gate() }.pop_many(self.place, n, &mut self.entries);
-            if got == n {
-                return Ok(n);
+        if self.pool != pool.inner() || self.len != len {
+            if !self.entries.is_empty() {
+                return Err(AllocError::BatchInUse { held: self.entries.len(), len: self.len });
             }
-            return self.refill_slow(pool, len, n, got);
+            (self.pool, self.len) = (pool.inner(), len);
+            self.place = Place::of(Self::class(len));
         }
-        self.refill_slow(pool, len, n, 0)
+        let n = n.min(self.entries.capacity() - self.entries.len());
+        // SAFETY: this thread's own gate, which lives as long as the thread.
+        let got = unsafe { &*self.gate() }.pop_many(self.place, n, &mut self.entries);
+        if got == n {
+            return Ok(n);
+        }
+        self.refill_slow(pool, len, n, got)
+    }
+
+    fn class(len: usize) -> usize {
+        if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { SPAN_CLASS }
     }
 
     #[cold]
@@ -109,11 +109,15 @@ impl Batch {
             match pool.alloc_uncached(len, 1) {
                 Ok(buf) => {
                     let (entry, place) = buf.into_parts();
-                    if got == 0 && self.entries.is_empty() {
+                    if self.entries.is_empty() {
                         self.place = place;
                     } else if place != self.place {
-                        // The last pages of a full pool come as spans; a batch has one class.
+                        // The last of a full pool may be of another class (a larger block, single pages),
+                        // and a batch has one: it takes no more here.
                         drop(Buf::new(self.pool, entry, len, place));
+                        if got == 0 {
+                            return Err(AllocError::BatchMixed { held: self.entries.len(), len });
+                        }
                         break;
                     }
                     self.entries.push(entry);
@@ -122,11 +126,9 @@ impl Batch {
                 Err(e) if got == 0 => return Err(e),
                 Err(_) => break,
             }
-            if self.place.class() < size_class::CLASSES {
-                let gate = self.gate();
-                // SAFETY: as in `refill`.
-                got += unsafe { &*gate }.pop_many(self.place, n - got, &mut self.entries);
-            }
+            let gate = self.gate();
+            // SAFETY: as in `refill`.
+            got += unsafe { &*gate }.pop_many(self.place, n - got, &mut self.entries);
         }
         Ok(got)
     }

@@ -67,6 +67,10 @@ unsafe impl Send for Buf {}
 // SAFETY: `&Buf` only reads its fields and its bytes.
 unsafe impl Sync for Buf {}
 
+// A panic while a buffer is borrowed leaves at worst half-written bytes, as in a `Vec<u8>`.
+impl std::panic::UnwindSafe for Buf {}
+impl std::panic::RefUnwindSafe for Buf {}
+
 impl Buf {
     /// Makes the handle of a block that was just taken from `core`.
     #[inline(always)]

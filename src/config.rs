@@ -105,6 +105,14 @@ pub enum Event<'a> {
 
 pub(crate) type EventHook = Box<dyn Fn(&Event<'_>) + Send + Sync>;
 
+/// Tells the hook, if there is one. It may be called from `Drop`, which never panics (P4).
+pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
+    if let Some(hook) = hook {
+        let call = std::panic::AssertUnwindSafe(|| hook(event));
+        let _ = std::panic::catch_unwind(call);
+    }
+}
+
 /// Gathers what a pool shall be; [`build`](Builder::build) checks it all and makes it.
 ///
 /// ```
@@ -205,7 +213,7 @@ impl Builder {
     }
 
     /// Sets a function that is told of rare events. It is called with no lock held, on whatever thread
-    /// met the event; it must not panic.
+    /// met the event. A panic in it is caught and ignored.
     pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
         self.hook = Some(Box::new(hook));
         self
@@ -231,10 +239,10 @@ impl Builder {
         };
         let (Layout { capacity, stride, arenas, page_sizes }, found) =
             asked.examine(&info, &Facts::gather())?;
+        let start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
-        let start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
         Ok(Plan {
             device,
             info,

@@ -331,6 +331,27 @@ pub enum AllocError {
     /// Nothing free that is large enough, in any thread's cache either.
     #[error("{0}")]
     Exhausted(Box<Exhausted>),
+    /// A batch holds buffers of another length or pool: free or pop them first.
+    #[error(
+        "the batch holds {held} buffers of {len} bytes; it can take others only when it is empty"
+    )]
+    BatchInUse {
+        /// How many it holds.
+        held: usize,
+        /// Their length.
+        len: usize,
+    },
+    /// What is left of the pool is of other blocks than the batch holds: take it with `Pool::alloc`, or
+    /// into an empty batch.
+    #[error(
+        "the pool has only blocks of another class left for {len} bytes; the batch holds {held} of one class"
+    )]
+    BatchMixed {
+        /// How many the batch holds.
+        held: usize,
+        /// Bytes asked.
+        len: usize,
+    },
     /// The pool belongs to the process that built it, and this is a forked child of that.
     #[error(
         "this pool was built by process {owner}, this is process {this}: a forked child cannot use registered memory"
@@ -357,8 +378,8 @@ pub struct Exhausted {
     pub live: usize,
     /// How many buffers that is.
     pub live_buffers: usize,
-    /// Bytes not in use; none of the runs is long enough.
-    pub unused: usize,
+    /// Bytes that no buffer has; no run of them is long enough.
+    pub not_live: usize,
     /// The longest free run, in bytes.
     pub largest_free: usize,
 }
@@ -368,14 +389,14 @@ impl fmt::Display for Exhausted {
         let b = |n: usize| Bytes(n as u64);
         write!(
             f,
-            "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} unused, \
+            "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} are not, \
              longest free run {}. Free buffers or raise the capacity",
             b(self.asked),
             b(self.block),
             b(self.live),
             b(self.capacity),
             self.live_buffers,
-            b(self.unused),
+            b(self.not_live),
             b(self.largest_free)
         )
     }
@@ -425,6 +446,16 @@ pub enum CloseError {
     /// Other handles of the pool exist; the last of them closes it.
     #[error("{0} other handles of this pool exist")]
     Shared(usize),
+    /// This is a forked child; only the process that built the pool can tear it down.
+    #[error(
+        "this pool was built by process {owner}, this is process {this}, which owns none of its registrations"
+    )]
+    ForeignProcess {
+        /// The process that built the pool.
+        owner: u32,
+        /// The caller's.
+        this: u32,
+    },
     /// Buffers are still out; the last of them tears the pool down.
     #[error("{buffers} buffers ({}) are still out; the pool goes when the last is freed", Bytes(*bytes as u64))]
     Live {

@@ -13,7 +13,7 @@ use std::{
         Arc, Weak,
         atomic::{
             AtomicU32, AtomicU64, AtomicUsize,
-            Ordering::{AcqRel, Relaxed},
+            Ordering::{AcqRel, Acquire, Relaxed, Release},
         },
     },
 };
@@ -43,7 +43,9 @@ use crate::{
 ///
 /// Lives while a handle or a buffer does. The first fields are all that the hot path reads; nothing
 /// writes to them after the pool was built.
-#[repr(C)]
+///
+/// Aligned so that they share no line with the reference count that slow paths write.
+#[repr(C, align(128))]
 pub(crate) struct Core {
     pub(crate) slot_offset: u32,
     /// Applied to an address to get the one on the wire: all ones, or an arena's offset mask.
@@ -52,6 +54,8 @@ pub(crate) struct Core {
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
     gated: bool,
     access: Access,
+    /// To the core itself, for threads to keep.
+    own: Weak<Self>,
     pub(crate) id: u64,
     /// The fork generation and process that built the pool.
     generation: u32,
@@ -61,6 +65,8 @@ pub(crate) struct Core {
     registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     scarce: AtomicU32,
+    /// How often caches were emptied into the slabs. Counted after the blocks are there.
+    recalls: AtomicU64,
     handles: AtomicUsize,
     arenas: Mutex<Option<Arenas>>,
     infos: Vec<ArenaInfo>,
@@ -95,7 +101,8 @@ impl Core {
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
         let zero_based = plan.access.contains(Access::ZERO_BASED);
-        let core = Arc::new(Self {
+        let core = Arc::new_cyclic(|own| Self {
+            own: own.clone(),
             slot_offset: slot.offset(),
             wire_mask: if zero_based { plan.stride as u64 - 1 } else { u64::MAX },
             remote: plan.access.is_remote(),
@@ -108,6 +115,7 @@ impl Core {
             depot: Depot::new(Limits { capacity: plan.capacity }),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
+            recalls: AtomicU64::new(0),
             handles: AtomicUsize::new(1),
             infos: arenas.infos(plan.access),
             register_calls: arenas.register_calls(),
@@ -137,8 +145,15 @@ impl Core {
         self.slot.has_gates()
     }
 
+    /// Whether this is a forked child of the process that built the pool, as far as a fork handler can
+    /// tell: a child made by the bare system call goes unnoticed until it closes the pool.
     fn foreign(&self) -> bool {
         fork::generation() != self.generation
+    }
+
+    /// Whether this is another process than the one that built the pool; asks the system.
+    fn foreign_process(&self) -> bool {
+        limits::process_id() != self.process
     }
 
     /// The address that the device knows a byte by.
@@ -164,7 +179,8 @@ impl Core {
             self.consolidate(len);
             None
         };
-        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(class, len, align))
+        let fit = size_class::class_of_aligned(len.max(1), align.min(PAGE));
+        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(class, fit, len, align))
     }
 
     /// What no pool like this one can ever serve.
@@ -242,22 +258,35 @@ impl Core {
         room.min(REFILL)
     }
 
-    /// Straight from the slabs, and if they are dry after calling back what lies in caches.
-    fn alloc_shared(&self, class: usize, len: usize, align: usize) -> Option<(Entry, usize)> {
+    /// Straight from the slabs, and if they are dry after calling back what lies in caches. `class` is the
+    /// one to take from, or a span's; `fit` the smallest whose blocks hold it in any case.
+    fn alloc_shared(
+        &self,
+        class: usize,
+        fit: usize,
+        len: usize,
+        align: usize,
+    ) -> Option<(Entry, usize)> {
         // Threads that allocate meanwhile may take what was called back; try again while anything is
         // found, but not for ever.
-        for _ in 0..16 {
+        for _ in 0..64 {
+            // Pairs with the count in `drain_caches`: what is counted here is seen below.
+            let recalls = self.recalls.load(Acquire);
             let mut got = None;
             if class < CLASSES {
                 self.slabs.take(class, 1, |entry| got = Some((entry, class)));
             }
             // Where no slab can be cut any more, single pages may be left, or larger blocks.
-            got = got.or_else(|| self.slabs.take_span(len, align).map(|e| (e, SPAN_CLASS)));
-            if got.is_none() && align <= MIN_BLOCK {
-                got = self.slabs.take_larger(class);
-            }
-            if got.is_some() || !self.call_back() {
+            got = got
+                .or_else(|| self.slabs.take_span(len, align).map(|e| (e, SPAN_CLASS)))
+                .or_else(|| self.slabs.take_larger(fit, align));
+            if got.is_some() {
                 return got;
+            }
+            // Nothing in the caches means nothing at all only if no other thread emptied them between
+            // the look at the slabs and the look at the caches.
+            if !self.call_back() && self.recalls.load(Acquire) == recalls {
+                return None;
             }
             self.scarce.store(SCARCE_REFILLS, Relaxed);
         }
@@ -274,29 +303,37 @@ impl Core {
     /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
     fn call_back(&self) -> bool {
         self.slabs.consolidated();
-        if self.cached().iter().all(|&n| n == 0) {
-            return false;
-        }
         let registry = self.registry.lock();
-        self.drain_caches(&registry.locals, false);
-        true
+        self.drain_caches(&registry.locals, false)
     }
 
-    /// The caller holds the registry's lock, under which `locals` cannot change.
-    fn drain_caches(&self, locals: &[Arc<Local>], detach: bool) {
+    /// The caller holds the registry's lock, under which `locals` cannot change. Says whether there was
+    /// anything.
+    ///
+    /// Magazines go from thread to thread through the depot alone, and from or to it only under the
+    /// thread's lock; all those are held until the depot is empty too, so none slips by.
+    fn drain_caches(&self, locals: &[Arc<Local>], detach: bool) -> bool {
+        let mut found = false;
         let mut holds = Local::hold_all(locals);
         for hold in &mut holds {
-            hold.drain(&self.depot, |class, m| self.empty_out(class, m));
+            hold.drain(&self.depot, |class, m| {
+                found = true;
+                self.empty_out(class, m);
+            });
             if detach {
                 hold.detach();
             }
         }
-        drop(holds);
         for class in 0..CLASSES {
             while let Some(m) = self.depot.get_full(class) {
+                found = true;
                 self.empty_out(class, m);
             }
         }
+        if found {
+            self.recalls.fetch_add(1, Release);
+        }
+        found
     }
 
     /// Gives a magazine's blocks to the slabs and puts it by.
@@ -320,7 +357,7 @@ impl Core {
             capacity: stats.capacity,
             live: stats.live,
             live_buffers: stats.live_buffers,
-            unused: stats.capacity - stats.live,
+            not_live: stats.capacity - stats.live,
             largest_free: stats.largest_free,
         }))
     }
@@ -390,8 +427,7 @@ impl Core {
             return None;
         }
         registry.locals.push(local.clone());
-        // SAFETY: the caller has a handle or a live buffer, so the core is alive.
-        Some(Arc::downgrade(&unsafe { Self::keep(NonNull::from(self)) }))
+        Some(self.own.clone())
     }
 
     /// Takes back what a thread that ends has in its magazines.
@@ -425,7 +461,7 @@ impl Core {
     unsafe fn close(core: NonNull<Self>) -> Option<Leftover> {
         // SAFETY: the caller's handle is still counted, so the core is alive.
         let core = unsafe { Self::keep(core) };
-        if core.foreign() {
+        if core.foreign_process() {
             // The registrations are the parent's; whatever this process has is its copy.
             return None;
         }
@@ -441,6 +477,9 @@ impl Core {
     /// Deregisters, unmaps, lets go of the PD, and of the core. Once: by whoever was told that the last
     /// block came back.
     fn tear_down(self: &Arc<Self>) -> Leftover {
+        if self.foreign_process() {
+            return Leftover::default();
+        }
         let arenas = self.arenas.lock().take();
         let Some(mut arenas) = arenas else { return Leftover::default() };
         let left = arenas.take_down();
@@ -458,7 +497,9 @@ impl Core {
     fn cached(&self) -> [usize; CLASSES + 1] {
         let mut sum = [0; CLASSES + 1];
         let registry = self.registry.lock();
-        for hold in Local::hold_all(&registry.locals) {
+        // Held until the depot is counted too: no magazine moves meanwhile.
+        let holds = Local::hold_all(&registry.locals);
+        for hold in &holds {
             hold.count_into(&self.depot, &mut sum);
         }
         for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
@@ -575,6 +616,11 @@ unsafe impl Send for Pool {}
 // SAFETY: as above.
 unsafe impl Sync for Pool {}
 
+// A panic leaves a pool as usable as before: no call of it runs code of the user's while it holds a lock or
+// is inside a gate.
+impl std::panic::UnwindSafe for Pool {}
+impl std::panic::RefUnwindSafe for Pool {}
+
 impl Clone for Pool {
     fn clone(&self) -> Self {
         self.core().handles.fetch_add(1, Relaxed);
@@ -668,13 +714,14 @@ impl Pool {
         self.alloc_uncached(layout.size(), layout.align())
     }
 
-    /// Adds up to `n` buffers of `len` bytes to a batch, without allocating; returns how many there
-    /// were to be had, at least one.
+    /// Adds up to `n` buffers of `len` bytes to a batch, as many as it has room for, without allocating;
+    /// returns how many there were to be had: at least one, unless none was asked for or fits.
     ///
-    /// The batch takes on the length; it must be empty or hold buffers of this pool and length.
+    /// An empty batch takes on pool and length; one that is not empty must hold buffers of both.
     ///
     /// # Errors
-    /// As [`alloc`](Pool::alloc), when not even one could be had.
+    /// As [`alloc`](Pool::alloc), when not even one could be had; [`AllocError::BatchInUse`] and
+    /// [`AllocError::BatchMixed`]. The batch keeps what it holds.
     pub fn alloc_many(&self, batch: &mut Batch, len: usize, n: usize) -> Result<usize, AllocError> {
         batch.refill(self, len, n)
     }
@@ -789,6 +836,9 @@ impl Pool {
                 Err(CloseError::Deregister { arenas, bytes, first })
             }
             Some(_) => Ok(()),
+            None if core.foreign_process() => {
+                Err(CloseError::ForeignProcess { owner: core.process, this: limits::process_id() })
+            }
             None => {
                 let stats = core.stats();
                 Err(CloseError::Live { buffers: stats.live_buffers, bytes: stats.live })

@@ -212,11 +212,12 @@ impl Slabs {
         got
     }
 
-    /// Takes a free block of some larger class than `class`, when none of its own is left and no slab can
-    /// be cut. Returns its class too.
-    pub(crate) fn take_larger(&self, class: usize) -> Option<(Entry, usize)> {
+    /// Takes a free block, aligned to `align`, of `class` or a larger one, when no slab can be cut any more.
+    /// Returns its class too.
+    pub(crate) fn take_larger(&self, class: usize, align: usize) -> Option<(Entry, usize)> {
+        let aligned = |c: &usize| size_class::align_of(self.shapes[*c].stride as usize) >= align;
         let mut state = self.state.lock();
-        let larger = (class + 1..CLASSES).find(|&c| !state.partial[c].is_empty())?;
+        let larger = (class..CLASSES).filter(aligned).find(|&c| !state.partial[c].is_empty())?;
         let first = *state.partial[larger].first()?;
         let mut got = None;
         self.take_from(&mut state, first, larger, 1, &mut |e| got = Some((e, larger)));
@@ -315,7 +316,18 @@ impl Slabs {
         if slab.out[block / 64].fetch_and(!bit, AcqRel) & bit == 0 {
             return Err(FreeError::NotOut { addr });
         }
-        Ok((self.entry(addr), class))
+        // A pointer that is not out may meet a slab number that is just being used again: then the look-up
+        // mixed two slabs, and the bit is somebody else's. A block that is out keeps its slab as it is, so
+        // for a pointer that is out the second look-up finds what the first did.
+        match self.locate(addr) {
+            Ok((again, b, c)) if std::ptr::eq(again, slab) && (b, c) == (block, class) => {
+                Ok((self.entry(addr), class))
+            }
+            _ => {
+                slab.out[block / 64].fetch_or(bit, AcqRel);
+                Err(FreeError::NotOut { addr })
+            }
+        }
     }
 
     /// The slab, block number and class at an address, if a block starts there.

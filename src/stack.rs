@@ -128,6 +128,34 @@ mod loom_tests {
     }
 
     #[test]
+    fn loom_the_tag_catches_aba() {
+        loom::model(|| {
+            let f = fixture();
+            f.0.push(1, &f.1);
+            f.0.push(2, &f.1);
+            let g = f.clone();
+            let other = thread::spawn(move || {
+                // Takes both and puts the upper one back: the head's number is as before, what lies below
+                // it is not.
+                let (a, b) = (g.0.pop(&g.1), g.0.pop(&g.1));
+                if let (Some(a), Some(_)) = (a, b) {
+                    g.0.push(a, &g.1);
+                    return b;
+                }
+                if let Some(a) = a {
+                    g.0.push(a, &g.1);
+                }
+                None
+            });
+            let mut all: Vec<_> = f.0.pop(&f.1).into_iter().collect();
+            all.extend(other.join().unwrap());
+            all.extend(drain(&f));
+            all.sort_unstable();
+            assert_eq!(all, [1, 2]);
+        });
+    }
+
+    #[test]
     fn loom_two_pushers_and_a_popper() {
         loom::model(|| {
             let f = fixture();

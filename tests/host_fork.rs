@@ -8,7 +8,7 @@ mod common;
 use std::{io::Write, sync::Mutex};
 
 use common::soft;
-use pinpool::{AllocError, Device, device::FaultyRegistrar};
+use pinpool::{AllocError, CloseError, Device, device::FaultyRegistrar};
 
 /// Forks one at a time: a fork copies whatever locks other threads hold.
 static ONE: Mutex<()> = Mutex::new(());
@@ -72,4 +72,34 @@ fn the_parent_goes_on_and_tears_down_itself() {
     pool.check();
     pool.close().unwrap();
     assert_eq!((registrar.deregister_calls(), registrar.live()), (1, 0));
+}
+
+#[test]
+fn a_child_that_drops_the_last_handle_tears_nothing_down() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let registrar = FaultyRegistrar::new(&Device::soft());
+    let pool = soft(1 << 20).device(Device::custom(registrar.clone())).build().unwrap();
+    drop(pool.alloc(64).unwrap());
+    let mine = Some(pool);
+    let close = |pool: &Option<pinpool::Pool>| {
+        // SAFETY: the child's own copy of the handle, of which it has one; the parent's is another.
+        let pool = unsafe { std::ptr::read(pool) }.unwrap();
+        let refused = matches!(pool.close(), Err(CloseError::ForeignProcess { .. }));
+        refused && registrar.deregister_calls() == 0
+    };
+    assert_eq!(in_child(|| close(&mine)), 0);
+    // A child that no fork handler saw.
+    // SAFETY: the child does nothing but close its copy and end.
+    let pid = unsafe { libc::syscall(libc::SYS_fork) };
+    if pid == 0 {
+        let ok = close(&mine);
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(if ok { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: `pid` is the child, and `status` is valid to write to.
+    assert_eq!(i64::from(unsafe { libc::waitpid(pid as i32, &mut status, 0) }), pid);
+    assert_eq!(status, 0, "the child of a bare system call");
+    mine.unwrap().close().unwrap();
+    assert_eq!(registrar.deregister_calls(), 1);
 }

@@ -20,20 +20,25 @@ fn keys_work_on_the_device_and_differ() {
     assert_ne!(sge.lkey.get(), remote.rkey.get());
     let peer = device.as_soft().unwrap();
     let mut got = vec![0; 10_000];
-    peer.read(remote.rkey, remote.addr, &mut got).unwrap();
+    // SAFETY (here and below): nothing refers to the bytes while the calls run.
+    unsafe { peer.read(remote.rkey, remote.addr, &mut got) }.unwrap();
     assert!(got.iter().all(|&b| b == 7));
-    peer.write(remote.rkey, remote.addr + 9_999, &[9]).unwrap();
+    // SAFETY: as above.
+    unsafe { peer.write(remote.rkey, remote.addr + 9_999, &[9]) }.unwrap();
     assert_eq!(buf[9_999], 9);
     peer.check_local(&sge, true).unwrap();
     let (start, len) = (pool.arenas()[0].addr.as_ptr() as u64, pool.arenas()[0].len as u64);
-    assert!(peer.write(remote.rkey, start + len - 1, &[1, 2]).is_err(), "one byte past the arena");
-    assert!(peer.fetch_add(remote.rkey, remote.addr, 1).is_err(), "no atomic right was asked for");
+    // SAFETY: as above.
+    let past = unsafe { peer.write(remote.rkey, start + len - 1, &[1, 2]) };
+    assert!(past.is_err(), "one byte past the arena");
+    // SAFETY: as above.
+    let atomic = unsafe { peer.fetch_add(remote.rkey, remote.addr, 1) };
+    assert!(atomic.is_err(), "no atomic right was asked for");
     drop((buf, pool));
     assert_eq!(peer.regions(), 0);
-    assert!(
-        peer.read(remote.rkey, remote.addr, &mut got).is_err(),
-        "the key is gone with its pool"
-    );
+    // SAFETY: as above.
+    let gone = unsafe { peer.read(remote.rkey, remote.addr, &mut got) };
+    assert!(gone.is_err(), "the key is gone with its pool");
 }
 
 #[test]
@@ -49,7 +54,8 @@ fn zero_based_addresses_are_offsets() {
         let remote = buf.remote().unwrap();
         assert_eq!(remote.addr, buf.sge().addr);
         assert!(remote.addr < 4 << 20, "an offset into the arena");
-        device.as_soft().unwrap().write(remote.rkey, remote.addr, b"offset").unwrap();
+        // SAFETY: nothing refers to the bytes while the call runs.
+        unsafe { device.as_soft().unwrap().write(remote.rkey, remote.addr, b"offset") }.unwrap();
         assert_eq!(&buf[..6], b"offset");
     }
 }
@@ -254,4 +260,75 @@ fn hugepages_are_taken_whole_or_reported() {
     let arena = &pool.arenas()[0];
     assert_eq!(arena.len, 4 << 20, "whole hugepages, whichever pages were got");
     assert!([4096, 2 << 20].contains(&arena.page_size));
+}
+
+#[test]
+fn elements_of_parts_stay_inside() {
+    let pool = soft(64 << 10).build().unwrap();
+    let buf = pool.alloc(100).unwrap();
+    let part = buf.sge_range(10, 90).unwrap();
+    assert_eq!((part.addr, part.length), (buf.sge().addr + 10, 90));
+    assert!(buf.sge_range(0, 100).is_some() && buf.sge_range(100, 0).is_some());
+    for (offset, len) in [(1, 100), (101, 0), (usize::MAX, 1), (0, u32::MAX)] {
+        assert_eq!(buf.sge_range(offset, len), None, "{offset}, {len}");
+    }
+}
+
+#[test]
+fn a_batch_never_frees_what_it_holds_unasked() {
+    let (pool, other) = (soft(1 << 20).build().unwrap(), soft(1 << 20).build().unwrap());
+    let mut batch = Batch::with_capacity(8);
+    assert_eq!(pool.alloc_many(&mut batch, 4096, 5).unwrap(), 5);
+    let in_use = AllocError::BatchInUse { held: 5, len: 4096 };
+    assert_eq!(pool.alloc_many(&mut batch, 64, 1), Err(in_use.clone()));
+    assert_eq!(other.alloc_many(&mut batch, 4096, 1), Err(in_use));
+    assert_eq!(pool.stats().live_buffers, 5);
+    assert_eq!(pool.alloc_many(&mut batch, 4096, 0), Ok(0));
+    assert_eq!(pool.alloc_many(&mut batch, 4096, 9), Ok(3), "what it has room for");
+    batch.free();
+    assert_eq!(other.alloc_many(&mut batch, 64, 1), Ok(1), "empty, it takes on another pool");
+}
+
+#[test]
+fn filling_a_batch_ends() {
+    for len in [3072, 5000, 9000, 10_000] {
+        let pool = soft(1 << 20).build().unwrap();
+        let mut batch = Batch::with_capacity(4096);
+        let error = loop {
+            match pool.alloc_many(&mut batch, len, 16) {
+                Ok(n) => assert!(n > 0, "{len}: nothing, and no error either"),
+                Err(e) => break e,
+            }
+        };
+        let expected = matches!(error, AllocError::Exhausted(_) | AllocError::BatchMixed { .. });
+        assert!(expected, "{error}");
+        let alone: Vec<_> = std::iter::from_fn(|| pool.alloc(len).ok()).collect();
+        assert!(matches!(pool.alloc(len), Err(AllocError::Exhausted(_))));
+        drop(alone);
+        pool.check();
+    }
+}
+
+#[test]
+fn a_larger_block_serves_when_nothing_else_is_left() {
+    // Full of blocks of 8 KiB, every second one free: no page is, and no slab can be cut.
+    let pool = soft(16 << 20).build().unwrap();
+    let mut held: Vec<_> = std::iter::from_fn(|| pool.alloc(8192).ok()).collect();
+    let mut n = 0;
+    held.retain(|_| {
+        n += 1;
+        n % 2 == 0
+    });
+    for (size, align) in [(4096, 1), (4096, 4096), (2048, 2048), (1000, 1024), (100, 128)] {
+        let layout = Layout::from_size_align(size, align).unwrap();
+        let buf = pool.alloc_layout(layout).unwrap_or_else(|e| panic!("{layout:?}: {e}"));
+        assert_eq!((buf.capacity(), buf.as_ptr() as usize % align), (8192, 0));
+    }
+    // In an arena of one page a class whose slab is longer than that has blocks of others to use.
+    let pool = soft(4096).build().unwrap();
+    let live = pool.alloc(2048).unwrap();
+    for len in [1024, 1025, 1500, 1793, 2048] {
+        assert!(pool.alloc(len).is_ok(), "{len}");
+    }
+    drop(live);
 }

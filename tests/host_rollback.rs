@@ -24,6 +24,7 @@ fn faulty(fault: Fault) -> (FaultyRegistrar, Device) {
 #[test]
 fn b20_what_failed_half_way_leaves_nothing() {
     a_failed_start_is_undone();
+    a_pool_that_ends_leaves_no_mapping();
     a_failed_deregister_leaks_counts_and_reports();
 }
 
@@ -73,4 +74,28 @@ fn a_failed_deregister_leaks_counts_and_reports() {
     assert!(mapped(addr, len), "the device may still write here, so it stays mapped");
     assert!(!mapped(places[0].0, len) && !mapped(places[2].0, len));
     assert_eq!(registrar.deregister_calls(), 3, "the others were still let go");
+}
+
+fn a_pool_that_ends_leaves_no_mapping() {
+    let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+    let round = || {
+        let registrar = FaultyRegistrar::new(&Device::soft());
+        let pool = soft(4 << 20)
+            .device(Device::custom(registrar.clone()))
+            .arena_size(1 << 20)
+            .build()
+            .unwrap();
+        let places = registrar.requests();
+        drop(pool.alloc(5000).unwrap());
+        drop(pool);
+        assert!(places.iter().all(|r| !mapped(r.addr, r.len)));
+    };
+    round();
+    let (maps, resident) = (lines(), common::status_kib("VmRSS"));
+    for _ in 0..50 {
+        round();
+    }
+    assert!(lines() <= maps + 2, "{maps} mappings before, {} now", lines());
+    let now = common::status_kib("VmRSS");
+    assert!(now < resident + 4096, "{resident} KiB resident before, {now} now");
 }

@@ -95,11 +95,15 @@ impl SoftDevice {
     ///
     /// # Errors
     /// [`SoftError`], and no byte is changed.
-    pub fn write(&self, rkey: RKey, addr: u64, data: &[u8]) -> Result<(), SoftError> {
+    ///
+    /// # Safety
+    /// While the call runs, nobody uses a reference into the range that it touches, nor accesses it
+    /// otherwise than by such calls: what a NIC does behind the compiler's back, this does too.
+    pub unsafe fn write(&self, rkey: RKey, addr: u64, data: &[u8]) -> Result<(), SoftError> {
         self.with_remote(rkey, addr, data.len(), Access::REMOTE_WRITE, |p| {
             // SAFETY: `with_remote` checked that `data.len()` bytes at `p` lie in one registered
             // region, which stays mapped while it is registered; the caller's `data` is a live slice,
-            // and `copy` allows overlap. That peers write at any time is what REMOTE_WRITE means.
+            // and `copy` allows overlap; nobody else is at the range (contract).
             unsafe { p.copy_from(NonNull::from(data).cast(), data.len()) }
         })
     }
@@ -108,7 +112,10 @@ impl SoftDevice {
     ///
     /// # Errors
     /// [`SoftError`], and `data` is unchanged.
-    pub fn read(&self, rkey: RKey, addr: u64, data: &mut [u8]) -> Result<(), SoftError> {
+    ///
+    /// # Safety
+    /// As for [`write`](SoftDevice::write).
+    pub unsafe fn read(&self, rkey: RKey, addr: u64, data: &mut [u8]) -> Result<(), SoftError> {
         self.with_remote(rkey, addr, data.len(), Access::REMOTE_READ, |p| {
             // SAFETY: as in `write`, with the direction reversed; `data` is exclusively borrowed.
             unsafe { p.copy_to(NonNull::from(&mut *data).cast(), data.len()) }
@@ -119,7 +126,10 @@ impl SoftDevice {
     ///
     /// # Errors
     /// [`SoftError`], and nothing is changed.
-    pub fn fetch_add(&self, rkey: RKey, addr: u64, add: u64) -> Result<u64, SoftError> {
+    ///
+    /// # Safety
+    /// As for [`write`](SoftDevice::write).
+    pub unsafe fn fetch_add(&self, rkey: RKey, addr: u64, add: u64) -> Result<u64, SoftError> {
         self.atomic(rkey, addr, |a| a.fetch_add(add, std::sync::atomic::Ordering::SeqCst))
     }
 
@@ -127,7 +137,10 @@ impl SoftDevice {
     ///
     /// # Errors
     /// [`SoftError`], and nothing is changed.
-    pub fn compare_swap(
+    ///
+    /// # Safety
+    /// As for [`write`](SoftDevice::write).
+    pub unsafe fn compare_swap(
         &self,
         rkey: RKey,
         addr: u64,

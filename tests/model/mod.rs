@@ -230,7 +230,7 @@ impl Model {
                 // A run this long holds an aligned start with enough behind it, wherever it lies.
                 let slack = align.saturating_sub(4096);
                 assert!(e.largest_free < len.max(1).next_multiple_of(4096) + slack);
-                assert!(len > 0 || e.unused < CAPACITY);
+                assert!(len > 0 || e.not_live < CAPACITY);
             }
             other => panic!("{other}"),
         }
