@@ -20,7 +20,7 @@ fn keys_work_on_the_device_and_differ() {
     assert_ne!(sge.lkey.get(), remote.rkey.get());
     let peer = device.as_soft().unwrap();
     let mut got = vec![0; 10_000];
-    // SAFETY (here and below): nothing refers to the bytes while the calls run.
+    // SAFETY: here and below, nothing refers to the bytes while the calls run.
     unsafe { peer.read(remote.rkey, remote.addr, &mut got) }.unwrap();
     assert!(got.iter().all(|&b| b == 7));
     // SAFETY: as above.

@@ -97,5 +97,6 @@ fn a_pool_that_ends_leaves_no_mapping() {
     }
     assert!(lines() <= maps + 2, "{maps} mappings before, {} now", lines());
     let now = common::status_kib("VmRSS");
-    assert!(now < resident + 4096, "{resident} KiB resident before, {now} now");
+    // A quarter of what the arenas came to: the address sanitizer keeps freed heap for a while.
+    assert!(now < resident + (50 << 10), "{resident} KiB resident before, {now} now");
 }

@@ -61,13 +61,16 @@ pub(super) fn run(arenas: &mut Arenas, plan: &Plan) -> Result<(), BuildError> {
     }
     let pieces = start.state.lock().tasks.len();
     thread::scope(|scope| {
-        for _ in 1..plan.start.threads.min(pieces) {
+        let helpers: Vec<_> = (1..plan.start.threads.min(pieces))
             // With fewer threads than wished it takes longer, and that is all.
-            if thread::Builder::new().spawn_scoped(scope, || start.work()).is_err() {
-                break;
+            .map_while(|_| thread::Builder::new().spawn_scoped(scope, || start.work()).ok())
+            .collect();
+        start.work();
+        for helper in helpers {
+            if let Err(panic) = helper.join() {
+                std::panic::resume_unwind(panic);
             }
         }
-        start.work();
     });
     let error = start.state.into_inner().error;
     list.sort_unstable_by_key(|a| a.offset);

@@ -91,7 +91,8 @@ impl Peer {
             Self::Soft(device) => {
                 let soft = soft(device)?;
                 soft.check_local(&from.local, false)
-                    .and_then(|()| soft.write(rkey, addr, from.bytes))
+                    // SAFETY: as for the verbs side below.
+                    .and_then(|()| unsafe { soft.write(rkey, addr, from.bytes) })
                     .map_err(|e| e.to_string())
             }
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
@@ -110,7 +111,8 @@ impl Peer {
             Self::Soft(device) => {
                 let soft = soft(device)?;
                 soft.check_local(&into.local, true)
-                    .and_then(|()| soft.read(rkey, addr, into.bytes))
+                    // SAFETY: as in `write`.
+                    .and_then(|()| unsafe { soft.read(rkey, addr, into.bytes) })
                     .map_err(|e| e.to_string())
             }
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
