@@ -80,19 +80,18 @@ fn a_child_that_drops_the_last_handle_tears_nothing_down() {
     let registrar = FaultyRegistrar::new(&Device::soft());
     let pool = soft(1 << 20).device(Device::custom(registrar.clone())).build().unwrap();
     drop(pool.alloc(64).unwrap());
-    let mine = Some(pool);
-    let close = |pool: &Option<pinpool::Pool>| {
+    let close = |pool: &pinpool::Pool| {
         // SAFETY: the child's own copy of the handle, of which it has one; the parent's is another.
-        let pool = unsafe { std::ptr::read(pool) }.unwrap();
+        let pool = unsafe { std::ptr::read(pool) };
         let refused = matches!(pool.close(), Err(CloseError::ForeignProcess { .. }));
         refused && registrar.deregister_calls() == 0
     };
-    assert_eq!(in_child(|| close(&mine)), 0);
+    assert_eq!(in_child(|| close(&pool)), 0);
     // A child that no fork handler saw.
     // SAFETY: the child does nothing but close its copy and end.
     let pid = unsafe { libc::syscall(libc::SYS_fork) };
     if pid == 0 {
-        let ok = close(&mine);
+        let ok = close(&pool);
         // SAFETY: ends the child.
         unsafe { libc::_exit(if ok { 0 } else { 1 }) };
     }
@@ -100,6 +99,6 @@ fn a_child_that_drops_the_last_handle_tears_nothing_down() {
     // SAFETY: `pid` is the child, and `status` is valid to write to.
     assert_eq!(i64::from(unsafe { libc::waitpid(pid as i32, &mut status, 0) }), pid);
     assert_eq!(status, 0, "the child of a bare system call");
-    mine.unwrap().close().unwrap();
+    pool.close().unwrap();
     assert_eq!(registrar.deregister_calls(), 1);
 }

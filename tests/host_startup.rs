@@ -146,7 +146,8 @@ fn a_failed_start_on_several_threads_is_undone_whichever_call_fails() {
         assert!(matches!(error, BuildError::Register { arenas: 8, .. }), "{error}");
         assert_eq!(error.raw_os_error(), Some(EIO));
         let calls = registrar.register_calls();
-        assert!((k..k + 4).contains(&calls), "no more than the other threads' calls under way");
+        // Other threads' calls may be under way, or begin before the failed one is noted.
+        assert!((k..=8).contains(&calls), "{calls} calls");
         assert_eq!(registrar.deregister_calls(), calls - 1, "one for each that succeeded");
     }
 }
