@@ -42,7 +42,6 @@ struct Slab {
     first: AtomicU32,
     pages: AtomicU32,
     class: AtomicU32,
-    stride: AtomicU32,
     blocks: AtomicU32,
     free: AtomicU32,
     /// One bit a block: in the slab.
@@ -465,7 +464,6 @@ impl Slabs {
         slab.first.store(first, Relaxed);
         slab.pages.store(pages, Relaxed);
         slab.class.store(class as u32, Relaxed);
-        slab.stride.store(shape.stride, Relaxed);
         slab.blocks.store(shape.blocks, Relaxed);
         slab.free.store(shape.blocks, Relaxed);
         for (i, word) in slab.free_map.iter().enumerate() {

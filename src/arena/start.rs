@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 use super::{Arena, Arenas};
 use crate::{
     access::Access,
-    config::{Event, EventHook, Placement, Plan, Progress, Stage, memlock_refusal},
+    config::{self, Event, EventHook, Placement, Plan, Progress, Stage, memlock_refusal},
     device::{MrRequest, Registrar, Registration},
     error::{BuildError, RegisterError},
     sys::{
@@ -340,9 +340,10 @@ impl Start<'_> {
     }
 
     fn tell_missing(&self, index: usize, tried: Option<Tried>) {
-        if let (Some(Tried { page_size, free_pages, .. }), Some(hook)) = (tried, self.hook) {
+        if let Some(Tried { page_size, free_pages, .. }) = tried {
             let len = self.plan.arenas[index];
-            hook(&Event::HugepagesMissing { arena: index, len, page_size, free_pages });
+            let event = Event::HugepagesMissing { arena: index, len, page_size, free_pages };
+            config::tell(self.hook, &event);
         }
     }
 
