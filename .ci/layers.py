@@ -11,7 +11,7 @@ LAYERS = [
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "slab"},
-    {"stack", "gate", "depot", "magazine", "thread", "stats"},
+    {"stack", "gate", "drought", "depot", "magazine", "thread", "stats"},
     {"pool", "buf", "local", "batch"},
     {"adapters", "doctor", "loopback"},
 ]

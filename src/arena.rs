@@ -84,6 +84,14 @@ pub(crate) struct Leftover {
     pub(crate) first: Option<RegisterError>,
 }
 
+impl Leftover {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.arenas += other.arenas;
+        self.bytes += other.bytes;
+        self.first = self.first.take().or(other.first);
+    }
+}
+
 /// Bytes that stay mapped because a device would not deregister them, over the whole process.
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 

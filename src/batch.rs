@@ -7,7 +7,7 @@ use crate::{
     buf::Buf,
     error::AllocError,
     magazine::{Place, ThreadGate},
-    pool::{Pool, PoolRef},
+    pool::PoolRef,
     reach::{Any, OneDevice},
     size_class::{self, MAX_BLOCK, SPAN_CLASS},
     slab::Entry,
@@ -75,15 +75,15 @@ impl<R> Batch<R> {
     #[inline]
     pub(crate) fn refill(
         &mut self,
-        pool: &Pool<R>,
+        pool: PoolRef,
         len: usize,
         n: usize,
     ) -> Result<usize, AllocError> {
-        if self.pool != pool.inner() || self.len != len {
+        if self.pool != pool || self.len != len {
             if !self.entries.is_empty() {
                 return Err(AllocError::BatchInUse { held: self.entries.len(), len: self.len });
             }
-            (self.pool, self.len) = (pool.inner(), len);
+            (self.pool, self.len) = (pool, len);
             self.place = Place::of(Self::class(len));
         }
         let n = n.min(self.entries.capacity() - self.entries.len());
@@ -95,6 +95,20 @@ impl<R> Batch<R> {
         self.refill_slow(pool, len, n, got)
     }
 
+    /// Whether its buffers are of this heap.
+    pub(crate) fn is_of(&self, pool: PoolRef) -> bool {
+        self.pool == pool
+    }
+
+    /// Puts the first buffer into an empty batch.
+    pub(crate) fn begin(&mut self, buf: Buf<R>) {
+        debug_assert!(self.entries.is_empty() && self.entries.capacity() > 0);
+        (self.pool, self.len) = (buf.home(), buf.len());
+        let (entry, place) = buf.into_parts();
+        self.place = place;
+        self.entries.push(entry);
+    }
+
     fn class(len: usize) -> usize {
         if len.wrapping_sub(1) < MAX_BLOCK { size_class::class_of(len) } else { SPAN_CLASS }
     }
@@ -103,13 +117,13 @@ impl<R> Batch<R> {
     #[inline(never)]
     fn refill_slow(
         &mut self,
-        pool: &Pool<R>,
+        pool: PoolRef,
         len: usize,
         n: usize,
         mut got: usize,
     ) -> Result<usize, AllocError> {
         while got < n {
-            match pool.alloc_uncached(len, 1) {
+            match pool.alloc_uncached::<R>(len, 1) {
                 Ok(buf) => {
                     let (entry, place) = buf.into_parts();
                     if self.entries.is_empty() {

@@ -153,6 +153,11 @@ impl<R> Buf<R> {
         this.entry.ptr
     }
 
+    /// The heap that it goes back to.
+    pub(crate) fn home(&self) -> PoolRef {
+        PoolRef { core: self.core, slot_offset: self.home.slot_offset() }
+    }
+
     /// The block and class, without giving it back.
     #[inline]
     pub(crate) fn into_parts(self) -> (Entry, Place) {

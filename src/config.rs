@@ -1,9 +1,10 @@
 //! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
 //! made here beyond reading limits.
 
+mod heaps;
 mod start;
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use crate::{
     access::Access,
@@ -19,8 +20,14 @@ use crate::{
     },
 };
 
-pub use self::start::{Numa, Progress, Stage};
-pub(crate) use self::start::{Placement, Start};
+pub use self::{
+    heaps::Reserve,
+    start::{Numa, Progress, Stage},
+};
+pub(crate) use self::{
+    heaps::{Range, SharePlan},
+    start::{Placement, Start},
+};
 
 /// A size of hugepage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -103,7 +110,7 @@ pub enum Event<'a> {
     },
 }
 
-pub(crate) type EventHook = Box<dyn Fn(&Event<'_>) + Send + Sync>;
+pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
 
 /// Tells the hook, if there is one. It may be called from `Drop`, which never panics (P4).
 pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
@@ -138,6 +145,7 @@ pub struct Builder {
     pages: Pages,
     colouring: bool,
     hook: Option<EventHook>,
+    heaps: heaps::Wishes,
     start: start::Wishes,
 }
 
@@ -151,6 +159,7 @@ impl Default for Builder {
             pages: Pages::Prefer(PageSize::Huge2M),
             colouring: false,
             hook: None,
+            heaps: heaps::Wishes::default(),
             start: start::Wishes::default(),
         }
     }
@@ -176,8 +185,8 @@ impl Builder {
         self
     }
 
-    /// Sets the rights of all arenas; [`Access::LOCAL_WRITE`] unless set. Exactly these reach the
-    /// device, none is added.
+    /// Sets the rights of all arenas (of the default [class](Builder::class)); [`Access::LOCAL_WRITE`]
+    /// unless set. Exactly these reach the device, none is added.
     pub fn access(mut self, access: Access) -> Self {
         self.access = access;
         self
@@ -215,7 +224,7 @@ impl Builder {
     /// Sets a function that is told of rare events. It is called with no lock held, on whatever thread
     /// met the event. A panic in it is caught and ignored.
     pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
-        self.hook = Some(Box::new(hook));
+        self.hook = Some(Arc::new(hook));
         self
     }
 
@@ -224,39 +233,54 @@ impl Builder {
     /// # Errors
     /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
     pub fn build(self) -> Result<Pool, BuildError> {
-        Pool::from_plan(self.plan()?)
+        Pool::from_plans(self.plan()?)
     }
 
-    /// Checks everything that can be known before the first page is mapped.
-    fn plan(self) -> Result<Plan, BuildError> {
+    /// Checks everything that can be known before the first page is mapped. One plan for each access class.
+    fn plan(self) -> Result<Vec<Plan>, BuildError> {
         let device = self.device.ok_or(BuildError::NoDevice)?;
         let info = device.info();
-        let asked = Asked {
+        let default = Asked {
             access: self.access,
             capacity: self.capacity,
             arena_size: self.arena_size,
             pages: self.pages,
         };
-        let (Layout { capacity, stride, arenas, page_sizes }, found) =
-            asked.examine(&info, &Facts::gather())?;
-        let start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
+        let (names, asked): (Vec<_>, Vec<_>) = self.heaps.classes(default)?.into_iter().unzip();
+        let (layouts, found) = Asked::examine_all(&asked, &info, &Facts::gather())?;
+        let total = layouts.iter().map(|l| l.capacity).sum();
+        let start = self.start.plan(&info, total, layouts[0].page_sizes[0])?;
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
-        Ok(Plan {
-            device,
-            info,
-            access: self.access,
-            capacity,
-            stride,
-            arenas,
-            page_sizes,
-            pad: if self.colouring { MIN_BLOCK } else { 0 },
-            hook: self.hook,
-            start,
-        })
+        let pad = if self.colouring { MIN_BLOCK } else { 0 };
+        let (mut plans, mut before) = (Vec::new(), 0);
+        for ((name, asked), layout) in names.into_iter().zip(asked).zip(layouts) {
+            let Layout { capacity, stride, arenas, page_sizes } = layout;
+            let (shares, ranges) = self.heaps.lay_out(&name, stride, &arenas, pad)?;
+            plans.push(Plan {
+                name,
+                device: device.clone(),
+                info: info.clone(),
+                access: asked.access,
+                capacity,
+                stride,
+                arenas,
+                page_sizes,
+                pad,
+                hook: self.hook.clone(),
+                start: start.for_class(asked.access, before),
+                ranges,
+                shares,
+            });
+            before += capacity;
+        }
+        Ok(plans)
     }
 }
+
+/// The name of the class that every pool has.
+pub(crate) const DEFAULT_CLASS: &str = "default";
 
 /// What a builder is asked for, apart from the device.
 #[derive(Clone, Copy, Debug)]
@@ -284,6 +308,51 @@ impl Asked {
         info: &DeviceInfo,
         facts: &Facts,
     ) -> Result<(Layout, Findings), BuildError> {
+        let (mut layouts, found) = Self::examine_all(std::slice::from_ref(self), info, facts)?;
+        Ok((layouts.swap_remove(0), found))
+    }
+
+    /// Lays the classes of one pool out and judges them together, so that limits hold against their sum.
+    pub(crate) fn examine_all(
+        all: &[Self],
+        info: &DeviceInfo,
+        facts: &Facts,
+    ) -> Result<(Vec<Layout>, Findings), BuildError> {
+        let (mut first, mut notes) = (Vec::new(), Vec::new());
+        let mut layouts = Vec::with_capacity(all.len());
+        for asked in all {
+            layouts.push(asked.lay_out(info, &mut first, &mut notes)?);
+        }
+        // What is wrong with the wish for all classes is said once.
+        for list in [&mut first, &mut notes] {
+            let mut seen = Vec::new();
+            list.retain(|p: &Problem| {
+                !seen.contains(p) && {
+                    seen.push(p.clone());
+                    true
+                }
+            });
+        }
+        let arenas: Vec<usize> = layouts.iter().flat_map(|l| l.arenas.iter().copied()).collect();
+        let demand = Demand {
+            info,
+            arenas: &arenas,
+            stride: layouts.iter().map(|l| l.stride).max().unwrap_or_default(),
+            page_sizes: &layouts[0].page_sizes,
+            base_page: mmap::base_page(),
+        };
+        let mut found = preflight::judge(&demand, facts);
+        found.problems.splice(0..0, first);
+        found.notes.splice(0..0, notes);
+        Ok((layouts, found))
+    }
+
+    fn lay_out(
+        &self,
+        info: &DeviceInfo,
+        first: &mut Vec<Problem>,
+        notes: &mut Vec<Problem>,
+    ) -> Result<Layout, BuildError> {
         if let Some(reason) = self.access.conflict() {
             return Err(BuildError::Access { access: self.access, reason });
         }
@@ -296,7 +365,6 @@ impl Asked {
         let (page_sizes, absent) = self.pages.candidates();
         let page = page_sizes[0];
         let capacity = self.capacity.next_multiple_of(page);
-        let (mut first, mut notes) = (Vec::new(), Vec::new());
         match self.pages {
             Pages::Require(_) => first.extend(absent),
             _ => notes.extend(absent),
@@ -317,17 +385,7 @@ impl Asked {
         if !capacity.is_multiple_of(stride) {
             arenas.push(capacity % stride);
         }
-        let demand = Demand {
-            info,
-            arenas: &arenas,
-            stride,
-            page_sizes: &page_sizes,
-            base_page: mmap::base_page(),
-        };
-        let mut found = preflight::judge(&demand, facts);
-        found.problems.splice(0..0, first);
-        found.notes.splice(0..0, notes);
-        Ok((Layout { capacity, stride, arenas, page_sizes }, found))
+        Ok(Layout { capacity, stride, arenas, page_sizes })
     }
 }
 
@@ -392,8 +450,9 @@ pub(crate) fn memlock_refusal(
     }
 }
 
-/// What is to be built; immutable.
+/// One access class as it is to be built; immutable.
 pub(crate) struct Plan {
+    pub(crate) name: String,
     pub(crate) device: Device,
     pub(crate) info: DeviceInfo,
     pub(crate) access: Access,
@@ -409,6 +468,9 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    /// What no share has reserved.
+    pub(crate) ranges: Vec<Range>,
+    pub(crate) shares: Vec<SharePlan>,
 }
 
 #[cfg(test)]

@@ -143,6 +143,31 @@ pub enum BuildError {
         /// What is wrong with it, with the bound.
         problem: String,
     },
+    /// An access class cannot be as it was asked for.
+    #[error("access class {name:?}: {problem}")]
+    Class {
+        /// Its name.
+        name: String,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// A share cannot be as it was asked for.
+    #[error(
+        "share {name:?} of access class {class:?}: {problem} ({} asked, {} not reserved yet)",
+        Bytes(*asked as u64), Bytes(*free as u64)
+    )]
+    Share {
+        /// Its name.
+        name: String,
+        /// Its class.
+        class: String,
+        /// Bytes that it comes to; 0 where that is not known.
+        asked: usize,
+        /// Bytes of the class that shares before it have left.
+        free: usize,
+        /// What is wrong.
+        problem: &'static str,
+    },
     /// These rights cannot be registered together.
     #[error("access {access}: {reason}")]
     Access {
@@ -297,6 +322,15 @@ fn page_hint(len: usize, page: usize, free: Option<u64>) -> String {
 }
 
 impl BuildError {
+    /// The same with an arena of one class numbered as one of the whole pool.
+    pub(crate) fn numbered(mut self, before: usize, of: usize) -> Self {
+        if let Self::Back { arena, arenas, .. } | Self::Register { arena, arenas, .. } = &mut self {
+            *arena += before;
+            *arenas = of;
+        }
+        self
+    }
+
     /// The errno behind this error, where the system or the device gave one.
     pub fn raw_os_error(&self) -> Option<i32> {
         match self {
@@ -313,7 +347,7 @@ impl BuildError {
 #[non_exhaustive]
 pub enum AllocError {
     /// No buffer of any pool like this one can be that large.
-    #[error("{} is more than one arena holds: the most is {}", Bytes(*asked as u64), Bytes(*max as u64))]
+    #[error("{} is more than any buffer here can have: the most is {}", Bytes(*asked as u64), Bytes(*max as u64))]
     TooLarge {
         /// Bytes asked.
         asked: usize,
@@ -352,6 +386,9 @@ pub enum AllocError {
         /// Bytes asked.
         len: usize,
     },
+    /// The access class is one of another pool.
+    #[error("the access class is one of another pool: ask this pool for it, with Pool::class")]
+    OtherPool,
     /// The pool belongs to the process that built it, and this is a forked child of that.
     #[error(
         "this pool was built by process {owner}, this is process {this}: a forked child cannot use registered memory"
@@ -372,8 +409,11 @@ pub struct Exhausted {
     pub asked: usize,
     /// Bytes of the block that it would have taken.
     pub block: usize,
-    /// Bytes of the pool.
+    /// Bytes that this allocation may be served from: what no share has reserved of its access class, and
+    /// for a share its own reserve.
     pub capacity: usize,
+    /// Bytes of the same access class that are reserved for others.
+    pub reserved: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
     /// How many buffers that is.
@@ -390,7 +430,7 @@ impl fmt::Display for Exhausted {
         write!(
             f,
             "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} are not, \
-             longest free run {}. Free buffers or raise the capacity",
+             longest free run {}",
             b(self.asked),
             b(self.block),
             b(self.live),
@@ -398,7 +438,11 @@ impl fmt::Display for Exhausted {
             self.live_buffers,
             b(self.not_live),
             b(self.largest_free)
-        )
+        )?;
+        if self.reserved > 0 {
+            write!(f, "; {} more are reserved for other shares", b(self.reserved))?;
+        }
+        f.write_str(". Free buffers or raise the capacity")
     }
 }
 
@@ -431,6 +475,15 @@ pub enum FreeError {
         /// Bytes of the block.
         block: usize,
     },
+    /// A buffer of an access class that the handle's type rules out. Free it through the pool, or take it
+    /// back through that class.
+    #[error("{addr:#x} lies in arenas that peers {}, the handle is for others", if *remote { "can reach" } else { "cannot reach" })]
+    OtherReach {
+        /// The pointer.
+        addr: usize,
+        /// Whether its class has a remote right.
+        remote: bool,
+    },
     /// No raw buffer is out at that address: freed already, or still owned by a `Buf`.
     #[error("{addr:#x} is not out as a raw buffer: freed twice, or still owned by a handle")]
     NotOut {
@@ -439,12 +492,50 @@ pub enum FreeError {
     },
 }
 
+/// Why there is no such access class or share, or not as the type that was asked for.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LookupError {
+    /// No access class of that name.
+    #[error("this pool has no access class {asked:?}; it has {}", list(present))]
+    NoClass {
+        /// The name asked for.
+        asked: String,
+        /// The names that exist.
+        present: Vec<String>,
+    },
+    /// No share of that name, in the pool or in the access class that was asked.
+    #[error("there is no share {asked:?} here; there is {}", list(present))]
+    NoShare {
+        /// The name asked for.
+        asked: String,
+        /// The names that exist.
+        present: Vec<String>,
+    },
+    /// The class has no remote right, and `Remote` was asked for.
+    #[error("access class {class:?} has {access}: no peer can reach it, so it has no rkey to give")]
+    NotRemote {
+        /// The class.
+        class: String,
+        /// Its rights.
+        access: Access,
+    },
+    /// The class has a remote right, and `Local` was asked for.
+    #[error("access class {class:?} has {access}: peers can reach it, so it is not Local")]
+    NotLocal {
+        /// The class.
+        class: String,
+        /// Its rights.
+        access: Access,
+    },
+}
+
 /// Why a closed pool could not be torn down at once.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CloseError {
-    /// Other handles of the pool exist; the last of them closes it.
-    #[error("{0} other handles of this pool exist")]
+    /// Other handles of the pool, its classes or its shares exist; the last of them closes it.
+    #[error("{0} other handles of this pool, its classes or its shares exist")]
     Shared(usize),
     /// This is a forked child; only the process that built the pool can tear it down.
     #[error(

@@ -23,7 +23,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! A [`Pool`] is built from a [`Device`] through a [`Builder`]. [`Buf`] is the handle of one buffer.
+//! A [`Pool`] is built from a [`Device`] through a [`Builder`]. [`Buf`] is the handle of one buffer. A pool can
+//! have several access classes ([`Class`]) and named reservations ([`Share`]).
 //! Anything that registers memory can take the device's place: see [`device::Registrar`]. [`doctor()`] looks a
 //! machine over for a pool without building it.
 //!
@@ -70,6 +71,7 @@ mod slab;
 // Layer 4: free blocks.
 #[cfg(not(loom))]
 mod depot;
+mod drought;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
@@ -103,19 +105,20 @@ pub use crate::{
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
+    config::{Builder, Event, Numa, PageSize, Pages, Progress, Reserve, Stage},
     device::Device,
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, LookupError,
+        RegisterError,
     },
     local::LocalPool,
-    pool::Pool,
+    pool::{Class, Pool, Share},
     problem::Problem,
-    stats::{ClassStats, Stats},
+    stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
 };
 
 /// The examples of the README, compiled and run.

@@ -3,9 +3,12 @@
 
 mod alloc;
 mod books;
+mod class;
 mod core;
+mod family;
 mod free;
 mod reference;
+mod share;
 mod teardown;
 mod threads;
 
@@ -15,7 +18,9 @@ use std::{
     sync::atomic::Ordering::{AcqRel, Relaxed},
 };
 
-pub(crate) use self::{core::Core, reference::PoolRef};
+use self::family::{Closed, Heaps};
+pub use self::{class::Class, share::Share};
+pub(crate) use self::{core::Core, family::Family, reference::PoolRef};
 use crate::{
     access::{Access, Keys},
     arena::{ArenaInfo, Leftover},
@@ -25,7 +30,7 @@ use crate::{
     error::{AllocError, BuildError, CloseError, FreeError},
     local::LocalPool,
     magazine::Place,
-    reach::{Any, OneDevice},
+    reach::{Any, OneDevice, Reach},
     size_class::MIN_BLOCK,
     stats::Stats,
     sys::limits,
@@ -53,17 +58,16 @@ impl<R> std::panic::RefUnwindSafe for Pool<R> {}
 
 impl<R> Clone for Pool<R> {
     fn clone(&self) -> Self {
-        self.core().handles.fetch_add(1, Relaxed);
-        Self { inner: self.inner, _reach: PhantomData }
+        self.handle(self.inner)
     }
 }
 
 impl<R> Drop for Pool<R> {
     fn drop(&mut self) {
         // Release what this handle did, acquire what the others did.
-        if self.core().handles.fetch_sub(1, AcqRel) == 1 {
+        if self.core().family.handles.fetch_sub(1, AcqRel) == 1 {
             // SAFETY: the count says that this was the last handle.
-            unsafe { Core::close(self.inner.core) };
+            unsafe { Family::close(self.inner.core) };
         }
     }
 }
@@ -73,7 +77,7 @@ impl<R> fmt::Debug for Pool<R> {
         f.debug_struct("Pool")
             .field("capacity", &self.capacity())
             .field("access", &self.access())
-            .field("arenas", &self.core().infos.len())
+            .field("arenas", &self.arenas().len())
             .finish_non_exhaustive()
     }
 }
@@ -85,18 +89,31 @@ impl Pool {
     }
 }
 
-impl<R> Pool<R> {
-    pub(crate) fn from_plan(plan: Plan) -> Result<Self, BuildError> {
-        let core = Core::build(plan)?;
+impl Pool {
+    pub(crate) fn from_plans(plans: Vec<Plan>) -> Result<Self, BuildError> {
+        let core = Family::build(plans)?;
         // SAFETY: built just now, with this handle counted.
         let slot_offset = unsafe { core.as_ref() }.slot_offset;
         Ok(Self { inner: PoolRef { core, slot_offset }, _reach: PhantomData })
     }
+}
 
+impl<R> Pool<R> {
     #[inline(always)]
     fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
         unsafe { self.inner.core.as_ref() }
+    }
+
+    fn heaps(&self) -> Heaps<'_> {
+        // SAFETY: this is a handle, and what comes of it borrows it.
+        unsafe { self.core().family.heaps() }
+    }
+
+    /// Another handle of the same pool, for a heap of it.
+    fn handle<S>(&self, inner: PoolRef) -> Pool<S> {
+        self.core().family.handles.fetch_add(1, Relaxed);
+        Pool { inner, _reach: PhantomData }
     }
 
     #[inline(always)]
@@ -117,14 +134,6 @@ impl<R> Pool<R> {
         self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
     }
 
-    /// The slow path alone, for callers that have been at the magazine already.
-    pub(crate) fn alloc_uncached(&self, len: usize, align: usize) -> Result<Buf<R>, AllocError> {
-        match self.core().alloc_slow(len, align) {
-            Some((entry, class)) => Ok(Buf::new(self.inner, entry, len, Place::of(class))),
-            None => Err(self.core().refusal(len, align)),
-        }
-    }
-
     /// Allocates a buffer of `len` zero bytes.
     ///
     /// # Errors
@@ -143,7 +152,7 @@ impl<R> Pool<R> {
         if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
         }
-        self.alloc_uncached(layout.size(), layout.align())
+        self.inner.alloc_uncached(layout.size(), layout.align())
     }
 
     /// Adds up to `n` buffers of `len` bytes to a batch, as many as it has room for, without allocating;
@@ -160,7 +169,7 @@ impl<R> Pool<R> {
         len: usize,
         n: usize,
     ) -> Result<usize, AllocError> {
-        batch.refill(self, len, n)
+        batch.refill(self.inner, len, n)
     }
 
     /// Gives all buffers of a batch back and keeps the batch for the next time.
@@ -174,7 +183,7 @@ impl<R> Pool<R> {
         LocalPool::new(self.clone())
     }
 
-    /// Takes back what [`Buf::into_raw`] gave up. Its length is the block's.
+    /// Frees what [`Buf::into_raw`] gave up, whichever class or share of this pool it came from.
     ///
     /// # Errors
     /// [`FreeError`] for every pointer that is not out as a raw buffer of this pool: null, foreign,
@@ -182,24 +191,20 @@ impl<R> Pool<R> {
     ///
     /// # Safety
     /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
-    #[allow(clippy::wrong_self_convention)] // The pool is not the pointer's target but its source.
-    pub unsafe fn from_raw(&self, ptr: *mut u8) -> Result<Buf<R>, FreeError> {
-        let core = self.core();
-        let (entry, class) = core.slabs.clear_out(ptr as usize)?;
-        let len = core.slabs.block_len(entry.ptr, class);
-        Ok(Buf::new(self.inner, entry, len, Place::of(class)))
+    pub unsafe fn free_raw(&self, ptr: *mut u8) -> Result<(), FreeError> {
+        self.take_back::<Any>(ptr).map(drop)
     }
 
-    /// Frees what [`Buf::into_raw`] gave up.
-    ///
-    /// # Errors
-    /// As [`from_raw`](Pool::from_raw).
-    ///
-    /// # Safety
-    /// As [`from_raw`](Pool::from_raw).
-    pub unsafe fn free_raw(&self, ptr: *mut u8) -> Result<(), FreeError> {
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.from_raw(ptr) }.map(drop)
+    fn take_back<S: Reach>(&self, ptr: *mut u8) -> Result<Buf<S>, FreeError> {
+        let addr = ptr as usize;
+        // An address of none is judged by this handle's class, which says why.
+        let core = self.heaps().heap_at(addr).unwrap_or(self.core());
+        if addr != 0 && S::REMOTE.is_some_and(|remote| remote != core.remote) {
+            return Err(FreeError::OtherReach { addr, remote: core.remote });
+        }
+        let (entry, class) = core.slabs.clear_out(addr)?;
+        let len = core.slabs.block_len(entry.ptr, class);
+        Ok(Buf::new(core.reference(), entry, len, Place::of(class)))
     }
 
     /// Sums up where the pool's bytes are.
@@ -208,7 +213,7 @@ impl<R> Pool<R> {
     /// the figures are those of the fork, with blocks in caches counted as live (and all zero if the fork
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
-        let mut stats = self.core().stats();
+        let mut stats = self.heaps().stats();
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);
@@ -219,26 +224,29 @@ impl<R> Pool<R> {
     /// can use it. Never needed for an alloc to succeed.
     pub fn trim(&self) {
         if !self.core().foreign() {
-            self.core().call_back();
+            for core in self.heaps().iter() {
+                core.call_back();
+            }
         }
     }
 
-    /// The arenas: where each is, what it is made of, its keys, and how long it took to bring up.
+    /// The arenas of all classes: where each is, what it is made of, its keys, and how long it took to bring
+    /// up.
     pub fn arenas(&self) -> &[ArenaInfo] {
-        &self.core().infos
+        self.core().family.infos()
     }
 
-    /// Bytes of all arenas.
+    /// Bytes of all arenas, of all classes.
     pub fn capacity(&self) -> usize {
-        self.core().slabs.capacity()
+        self.heaps().iter().map(|core| core.slabs.capacity()).sum()
     }
 
-    /// The longest buffer that this pool can ever give: one arena.
+    /// The longest buffer that [`alloc`](Pool::alloc) can ever give: one arena, or what shares leave of it.
     pub fn max_len(&self) -> usize {
-        self.core().slabs.max_len()
+        self.core().max_len()
     }
 
-    /// The rights that the arenas were registered with.
+    /// The rights that the arenas of this handle's class, the default one for most, were registered with.
     pub fn access(&self) -> Access {
         self.core().access
     }
@@ -251,45 +259,74 @@ impl<R> Pool<R> {
     /// [`CloseError::Deregister`] if the device would not let go.
     pub fn close(self) -> Result<(), CloseError> {
         let this = std::mem::ManuallyDrop::new(self);
-        let before = this.core().handles.fetch_sub(1, AcqRel);
+        let before = this.core().family.handles.fetch_sub(1, AcqRel);
         if before > 1 {
             return Err(CloseError::Shared(before - 1));
         }
-        // SAFETY: the core is alive until `close` below; this keeps its memory for the books after it.
-        let core = unsafe { Core::keep(this.inner.core) };
         // SAFETY: the count said that this was the last handle, and its `Drop` does not run.
-        let left = unsafe { Core::close(this.inner.core) };
+        let Closed { left, cores } = unsafe { Family::close(this.inner.core) };
         match left {
             Some(Leftover { arenas, bytes, first: Some(first) }) => {
                 Err(CloseError::Deregister { arenas, bytes, first })
             }
             Some(_) => Ok(()),
-            None if core.foreign_process() => {
-                Err(CloseError::ForeignProcess { owner: core.process, this: limits::process_id() })
-            }
-            None => {
-                let stats = core.stats();
-                Err(CloseError::Live { buffers: stats.live_buffers, bytes: stats.live })
-            }
+            None => match cores.iter().find(|core| core.foreign_process()) {
+                Some(core) => {
+                    let this = limits::process_id();
+                    Err(CloseError::ForeignProcess { owner: core.process, this })
+                }
+                None => {
+                    let out =
+                        |(n, bytes), stats: Stats| (n + stats.live_buffers, bytes + stats.live);
+                    let all = cores.iter().map(|core| core.stats());
+                    let (buffers, bytes) = all.fold((0, 0), out);
+                    Err(CloseError::Live { buffers, bytes })
+                }
+            },
         }
     }
 
     /// Walks all tables and panics on the first contradiction. For tests; takes every lock.
     #[cfg(any(test, feature = "fault"))]
     pub fn check(&self) {
-        self.core().slabs.check();
-        let stats = self.core().stats();
+        for core in self.heaps().iter() {
+            core.slabs.check();
+            let stats = core.stats();
+            assert!(stats.balanced(), "{}: {stats:#?}", core.name);
+        }
+        let stats = self.heaps().stats();
         assert!(stats.balanced(), "{stats:#?}");
     }
 }
 
+impl<R: Reach> Pool<R> {
+    /// Takes back what [`Buf::into_raw`] gave up, whichever class or share of this pool it came from. Its
+    /// length is the block's.
+    ///
+    /// # Errors
+    /// [`FreeError`] for every pointer that is not out as a raw buffer of this pool: null, foreign,
+    /// interior, or taken back already; and for one whose class this handle's `R` rules out. Nothing is
+    /// then changed.
+    ///
+    /// # Safety
+    /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
+    #[allow(clippy::wrong_self_convention)] // The pool is not the pointer's target but its source.
+    pub unsafe fn from_raw(&self, ptr: *mut u8) -> Result<Buf<R>, FreeError> {
+        self.take_back(ptr)
+    }
+}
+
 impl<R: OneDevice> Pool<R> {
-    /// The keys of the region that holds `ptr`; `None` if it does not point into this pool's arenas.
-    /// Any pointer may be asked for, and none is followed. Takes no lock.
+    /// The keys of the region that holds `ptr`; `None` if it does not point into this pool's arenas, of
+    /// whichever class. Any pointer may be asked for, and none is followed. Takes no lock.
     #[inline]
     pub fn keys_of<T: ?Sized>(&self, ptr: *const T) -> Option<Keys> {
-        let core = self.core();
-        let keys = core.slabs.map().keys_of(ptr.cast::<u8>() as usize)?;
-        Some(Keys { lkey: keys.lkey(), rkey: core.remote.then_some(keys.rkey()) })
+        let (core, addr) = (self.core(), ptr.cast::<u8>() as usize);
+        core.keys_at(addr).or_else(|| self.keys_elsewhere(addr))
+    }
+
+    #[cold]
+    fn keys_elsewhere(&self, addr: usize) -> Option<Keys> {
+        self.heaps().class_at(addr)?.keys_at(addr)
     }
 }

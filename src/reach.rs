@@ -13,13 +13,16 @@ mod sealed {
 pub trait Reach: sealed::Sealed + Send + Sync + fmt::Debug + Copy + 'static {
     #[doc(hidden)]
     const ONE_DEVICE: bool;
+    /// Whether peers can reach it, where the type says.
+    #[doc(hidden)]
+    const REMOTE: Option<bool>;
 }
 
 /// Buffers of pools on one device, so that there is one lkey which cannot be the wrong one.
 pub trait OneDevice: Reach {}
 
 macro_rules! reach {
-    ($(#[$doc:meta])* $name:ident, $one:literal) => {
+    ($(#[$doc:meta])* $name:ident, $one:literal, $remote:expr) => {
         $(#[$doc])*
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[non_exhaustive]
@@ -29,6 +32,7 @@ macro_rules! reach {
 
         impl Reach for $name {
             const ONE_DEVICE: bool = $one;
+            const REMOTE: Option<bool> = $remote;
         }
     };
 }
@@ -37,7 +41,8 @@ reach!(
     /// One device; whether peers can reach the buffer is known at run time
     /// ([`Buf::remote`](crate::Buf::remote) is an `Option`).
     Any,
-    true
+    true,
+    None
 );
 reach!(
     /// One device, this host alone: there is no rkey, and no method that could give one.
@@ -46,12 +51,14 @@ reach!(
     /// fn f(buf: pinpool::Buf<pinpool::reach::Local>) { buf.remote(); }
     /// ```
     Local,
-    true
+    true,
+    Some(false)
 );
 reach!(
     /// One device, and peers too: [`Buf::remote`](crate::Buf::remote) always has an rkey.
     Remote,
-    true
+    true,
+    Some(true)
 );
 reach!(
     /// Several devices: every key must be asked for by device, since no default could be right.
@@ -60,7 +67,8 @@ reach!(
     /// fn f(buf: pinpool::Buf<pinpool::reach::Rails>) { buf.lkey(); }
     /// ```
     Rails,
-    false
+    false,
+    None
 );
 
 impl OneDevice for Any {}

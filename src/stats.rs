@@ -1,14 +1,17 @@
 //! The books: what of a pool is where. Counted on the slow path and by reading other threads' cursors;
 //! the fast path counts nothing.
 
-use crate::size_class::{self, CLASSES};
+use crate::{
+    access::Access,
+    size_class::{self, CLASSES},
+};
 
-/// Where a pool's bytes are at one moment.
+/// Where a pool's bytes are at one moment, over all its access classes and shares.
 ///
-/// At a quiet point (no alloc or free under way) `live + cached + free + unused == capacity`, in total
-/// and for every class (P5). While other threads work, a block in passing may be counted on the wrong
+/// At a quiet point (no alloc or free under way) `live + cached + free + unused == capacity`, in total,
+/// for every class, access class and share; and what the access classes have sums to the total (P5). While other threads work, a block in passing may be counted on the wrong
 /// side.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Stats {
     /// Bytes of all arenas.
@@ -47,6 +50,64 @@ pub struct Stats {
     pub table_bytes: usize,
     /// The classes that have slabs, smallest first, and last, with block size 0, spans above them.
     pub classes: Vec<ClassStats>,
+    /// The access classes, the default one first.
+    pub access_classes: Vec<AccessStats>,
+    /// The shares, those of one access class together.
+    pub shares: Vec<ShareStats>,
+}
+
+/// Where the bytes of a part of a pool are.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Books {
+    /// Bytes of it.
+    pub capacity: usize,
+    /// Bytes of blocks that are out in buffers.
+    pub live: usize,
+    /// Bytes of free blocks in threads' magazines and in the depot.
+    pub cached: usize,
+    /// Bytes of free blocks in slabs.
+    pub free: usize,
+    /// Bytes of free runs, and what slabs leave over at their ends.
+    pub unused: usize,
+    /// How many buffers are out.
+    pub live_buffers: usize,
+    /// The longest free run, in bytes.
+    pub largest_free: usize,
+}
+
+/// One access class of a pool.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct AccessStats {
+    /// Its name.
+    pub name: String,
+    /// Its rights.
+    pub access: Access,
+    /// How many arenas it has.
+    pub arenas: usize,
+    /// All of it, its shares included.
+    pub all: Books,
+    /// What no share has reserved.
+    pub unreserved: Books,
+}
+
+/// One share of a pool.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct ShareStats {
+    /// Its name.
+    pub name: String,
+    /// The access class that it is a share of.
+    pub class: String,
+    /// What it has reserved. Buffers that it was given beyond that are in the class's unreserved books.
+    pub reserve: Books,
+    /// How often the whole reserve was searched in vain.
+    pub ran_dry: u64,
+    /// How often an allocation was refused, since the unreserved memory had nothing either.
+    pub refused: u64,
+    /// How often an allocation had to wait.
+    pub waits: u64,
 }
 
 /// Where one class's bytes are.
@@ -80,14 +141,8 @@ impl Stats {
             unused: counts.free_runs,
             live_buffers: 0,
             largest_free: counts.largest_run,
-            arenas: 0,
-            register_calls: 0,
-            pinned: 0,
-            locked: 0,
-            memlock_limit: None,
-            memlock_exempt: false,
             table_bytes: counts.table_bytes,
-            classes: Vec::new(),
+            ..Self::default()
         };
         for (class, c) in counts.classes.iter().enumerate() {
             if c.bytes == 0 {
@@ -129,10 +184,68 @@ impl Stats {
         s
     }
 
-    /// Whether the books balance, in total and for every class.
+    /// Adds what another heap has.
+    pub(crate) fn absorb(&mut self, other: &Self) {
+        self.capacity += other.capacity;
+        self.live += other.live;
+        self.cached += other.cached;
+        self.free += other.free;
+        self.unused += other.unused;
+        self.live_buffers += other.live_buffers;
+        self.largest_free = self.largest_free.max(other.largest_free);
+        self.arenas += other.arenas;
+        self.register_calls += other.register_calls;
+        self.table_bytes += other.table_bytes;
+        for c in &other.classes {
+            match self.classes.iter_mut().find(|own| own.block == c.block) {
+                Some(own) => {
+                    own.capacity += c.capacity;
+                    own.live += c.live;
+                    own.cached += c.cached;
+                    own.free += c.free;
+                    own.unused += c.unused;
+                    own.live_buffers += c.live_buffers;
+                }
+                None => self.classes.push(*c),
+            }
+        }
+        // Spans, whose block is 0, last.
+        self.classes.sort_by_key(|c| c.block.wrapping_sub(1));
+    }
+
+    /// Whether the books balance: in total, for every class, access class and share, and their sums.
     pub fn balanced(&self) -> bool {
         let class = |c: &ClassStats| c.live + c.cached + c.free + c.unused == c.capacity;
+        let mut all = Books::default();
+        self.access_classes.iter().for_each(|a| all.absorb(&a.all));
+        let summed = |a: &AccessStats| {
+            let mut sum = a.unreserved;
+            self.shares.iter().filter(|s| s.class == a.name).for_each(|s| sum.absorb(&s.reserve));
+            sum == a.all && a.all.balanced() && a.unreserved.balanced()
+        };
         self.live + self.cached + self.free + self.unused == self.capacity
             && self.classes.iter().all(class)
+            && self.shares.iter().all(|s| s.reserve.balanced())
+            && self.access_classes.iter().all(summed)
+            && (self.access_classes.is_empty()
+                || (all.capacity, all.live, all.cached, all.live_buffers)
+                    == (self.capacity, self.live, self.cached, self.live_buffers))
+    }
+}
+
+impl Books {
+    /// Whether they balance.
+    pub fn balanced(&self) -> bool {
+        self.live + self.cached + self.free + self.unused == self.capacity
+    }
+
+    pub(crate) fn absorb(&mut self, other: &Self) {
+        self.capacity += other.capacity;
+        self.live += other.live;
+        self.cached += other.cached;
+        self.free += other.free;
+        self.unused += other.unused;
+        self.live_buffers += other.live_buffers;
+        self.largest_free = self.largest_free.max(other.largest_free);
     }
 }

@@ -1,4 +1,4 @@
-//! What a thread keeps: its gates, one for each pool, and the list of what to give back when it ends.
+//! What a thread keeps: its gates, one for each heap of each pool, and the list of what to give back when it ends.
 //!
 //! The gates are plain thread-local memory without a destructor, so they can be used at any time, during
 //! the destruction of other thread-locals too; after the thread has given everything back they are just
@@ -20,8 +20,9 @@ use crate::{
     sys::fork,
 };
 
-/// How many pools at a time can have magazines in threads. Further pools work, through the slabs' lock.
-pub(crate) const SLOTS: usize = 64;
+/// How many heaps (pools' classes and shares) at a time can have magazines in threads. Further ones work,
+/// through the slabs' lock. Each slot costs 16 bytes of every thread.
+pub(crate) const SLOTS: usize = 256;
 
 thread_local! {
     // One more than there are slots: it is never opened, and stands for "no slot".
@@ -42,21 +43,25 @@ impl Drop for Attached {
     }
 }
 
-/// A pool's place in every thread's row of gates.
+/// A heap's place in every thread's row of gates.
 #[derive(Debug)]
 pub(crate) struct Slot(usize);
 
-static TAKEN: AtomicU64 = AtomicU64::new(0);
-const _: () = assert!(SLOTS == u64::BITS as usize);
+/// One bit a slot.
+static TAKEN: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
+const BITS: usize = u64::BITS as usize;
+const WORDS: usize = SLOTS / BITS;
+const _: () = assert!(SLOTS == WORDS * BITS);
 
 impl Slot {
     /// Takes a free place, or the one without gates if all are taken.
     pub(crate) fn take() -> Self {
         let free = |taken: u64| (taken != u64::MAX).then(|| taken | 1 << taken.trailing_ones());
-        match TAKEN.fetch_update(Relaxed, Relaxed, free) {
-            Ok(before) => Self(before.trailing_ones() as usize),
-            Err(_) => Self(SLOTS),
-        }
+        let place = TAKEN.iter().enumerate().find_map(|(i, word)| {
+            let before = word.fetch_update(Relaxed, Relaxed, free).ok()?;
+            Some(i * BITS + before.trailing_ones() as usize)
+        });
+        Self(place.unwrap_or(SLOTS))
     }
 
     pub(crate) fn has_gates(&self) -> bool {
@@ -72,7 +77,7 @@ impl Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         if self.has_gates() {
-            TAKEN.fetch_and(!(1 << self.0), Relaxed);
+            TAKEN[self.0 / BITS].fetch_and(!(1 << (self.0 % BITS)), Relaxed);
         }
     }
 }

@@ -438,7 +438,9 @@ impl Start<'_> {
             Stage::Register => state.registered,
         };
         drop(state);
-        hook(Progress { stage, bytes_done, bytes_total: self.plan.capacity as u64 });
+        let (before, total) = (self.plan.start.bytes_before, self.plan.start.bytes_total);
+        let bytes_done = bytes_done + before as u64;
+        hook(Progress { stage, bytes_done, bytes_total: total as u64 });
     }
 }
 

@@ -1,6 +1,8 @@
 //! What of a builder bears on how its arenas come up: where their pages lie, which rights are asked for if
 //! the device has them, on how many threads, and who hears of it.
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 
 use super::Builder;
@@ -59,12 +61,16 @@ pub(super) struct Wishes {
 }
 
 /// As it will be done.
+#[derive(Clone)]
 pub(crate) struct Start {
     pub(crate) placement: Placement,
     /// Rights to ask for beside the required ones, and to do without.
     pub(crate) optional: Access,
     pub(crate) threads: usize,
-    pub(crate) progress: Option<Mutex<ProgressHook>>,
+    pub(crate) progress: Option<Arc<Mutex<ProgressHook>>>,
+    /// Bytes of all classes, and of those that come before this one.
+    pub(crate) bytes_total: usize,
+    pub(crate) bytes_before: usize,
 }
 
 /// Where pages shall come from.
@@ -120,7 +126,6 @@ impl Wishes {
     pub(super) fn plan(
         self,
         info: &DeviceInfo,
-        required: Access,
         capacity: usize,
         page: usize,
     ) -> Result<Start, BuildError> {
@@ -136,10 +141,19 @@ impl Wishes {
             .unwrap_or_else(|| processors().min(MOST_THREADS).min(capacity.div_ceil(PER_THREAD)));
         Ok(Start {
             placement: placement(self.numa, info, capacity, page)?,
-            optional: self.optional.difference(required),
+            optional: self.optional,
             threads: threads.clamp(1, 1024),
-            progress: self.progress.map(Mutex::new),
+            progress: self.progress.map(|hook| Arc::new(Mutex::new(hook))),
+            bytes_total: capacity,
+            bytes_before: 0,
         })
+    }
+}
+
+impl Start {
+    /// For a class that asks for these rights in any case, after classes of `bytes_before`.
+    pub(super) fn for_class(&self, required: Access, bytes_before: usize) -> Self {
+        Self { optional: self.optional.difference(required), bytes_before, ..self.clone() }
     }
 }
 

@@ -23,8 +23,16 @@ const SCARCE_REFILLS: u32 = 64;
 
 impl Core {
     /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
-    /// see [`refusal`](Core::refusal).
+    /// see [`refusal`](Core::refusal). A share's reserve is left alone while it is known to be dry.
     pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        match &self.beyond {
+            None => self.search(len, align),
+            Some(beyond) => beyond.unless_dry(len, align, || self.search(len, align)),
+        }
+    }
+
+    /// All of this heap, caches included.
+    pub(super) fn search(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
         if self.foreign() || self.out_of_range(len, align).is_some() {
             return None;
         }
@@ -41,12 +49,14 @@ impl Core {
 
     /// What no pool like this one can ever serve.
     pub(super) fn out_of_range(&self, len: usize, align: usize) -> Option<AllocError> {
-        let max = self.slabs.max_len();
-        if len > max {
+        // Where shares have all of a class, nothing is too large for it: it is just always exhausted.
+        let max = self.max_len();
+        if len > max && max > 0 {
             return Some(AllocError::TooLarge { asked: len, max });
         }
-        let bad = !align.is_power_of_two() || align > max;
-        bad.then(|| AllocError::Alignment { asked: align, max: 1 << max.ilog2() })
+        let largest = 1 << max.max(PAGE).ilog2();
+        let bad = !align.is_power_of_two() || align > largest;
+        bad.then_some(AllocError::Alignment { asked: align, max: largest })
     }
 
     /// The class whose blocks hold `len` bytes so aligned, or a span's.
@@ -70,6 +80,12 @@ impl Core {
         }
         self.out_of_range(len, align)
             .unwrap_or_else(|| self.exhausted(len, self.class_for(len, align)))
+    }
+
+    /// The longest buffer: a share's may come from beyond its reserve.
+    pub(super) fn max_len(&self) -> usize {
+        let beyond = self.class().map_or(0, |class| class.slabs.max_len());
+        self.slabs.max_len().max(beyond)
     }
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
@@ -96,7 +112,9 @@ impl Core {
                 }
                 entry = hold.pop(class);
             }
-            if self.gated {
+            // A gate that a search has closed stays so while there is nothing behind it: the next free
+            // then stirs (`Drought`).
+            if self.gated && entry.is_some() {
                 hold.publish();
             }
             entry
@@ -201,7 +219,12 @@ impl Core {
     }
 
     pub(super) fn exhausted(&self, asked: usize, class: usize) -> AllocError {
-        let stats = self.stats();
+        let mut stats = self.stats();
+        let mut reserved = self.reserved;
+        if let Some(class) = self.class() {
+            reserved = class.reserved - stats.capacity;
+            stats.absorb(&class.stats());
+        }
         let block = if class < CLASSES {
             size_class::size_of(class)
         } else {
@@ -211,6 +234,7 @@ impl Core {
             asked,
             block,
             capacity: stats.capacity,
+            reserved,
             live: stats.live,
             live_buffers: stats.live_buffers,
             not_live: stats.capacity - stats.live,

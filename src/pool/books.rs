@@ -1,7 +1,13 @@
-//! The books of one pool: what is where at this moment (P5).
+//! The books: what is where at this moment, heap by heap and summed up over a pool (P5).
 
-use super::Core;
-use crate::{magazine::Local, size_class::CLASSES, stats::Stats};
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::{Core, family::Heaps};
+use crate::{
+    magazine::Local,
+    size_class::CLASSES,
+    stats::{AccessStats, Books, ShareStats, Stats},
+};
 
 impl Core {
     /// Blocks in magazines and depot, by class.
@@ -19,6 +25,7 @@ impl Core {
         sum
     }
 
+    /// Of this heap alone.
     pub(super) fn stats(&self) -> Stats {
         let mut stats = if self.foreign() {
             // Locks may have been held by threads that this process does not have.
@@ -30,5 +37,54 @@ impl Core {
         stats.register_calls = self.register_calls;
         stats.table_bytes += self.depot.table_bytes();
         stats
+    }
+}
+
+impl Heaps<'_> {
+    /// Of all heaps, and what is whose.
+    pub(super) fn stats(self) -> Stats {
+        let mut sum = Stats::default();
+        for (class, shares) in self.classes() {
+            let unreserved = class.stats();
+            let mut all = unreserved.books();
+            sum.absorb(&unreserved);
+            for share in shares {
+                let own = share.stats();
+                all.absorb(&own.books());
+                sum.absorb(&own);
+                let count =
+                    |of: fn(&super::share::Beyond) -> u64| share.beyond.as_ref().map_or(0, of);
+                sum.shares.push(ShareStats {
+                    name: share.name.clone(),
+                    class: class.name.clone(),
+                    reserve: own.books(),
+                    ran_dry: count(|b| b.ran_dry.load(Relaxed)),
+                    refused: count(|b| b.refused.load(Relaxed)),
+                    waits: 0,
+                });
+            }
+            sum.access_classes.push(AccessStats {
+                name: class.name.clone(),
+                access: class.access,
+                arenas: class.infos.len(),
+                all,
+                unreserved: unreserved.books(),
+            });
+        }
+        sum
+    }
+}
+
+impl Stats {
+    fn books(&self) -> Books {
+        Books {
+            capacity: self.capacity,
+            live: self.live,
+            cached: self.cached,
+            free: self.free,
+            unused: self.unused,
+            live_buffers: self.live_buffers,
+            largest_free: self.largest_free,
+        }
     }
 }

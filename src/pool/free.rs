@@ -33,8 +33,16 @@ impl Core {
         }
         // SAFETY: as above. From the next line on another thread may be the one that ends the pool.
         let core = unsafe { Self::keep(core) };
+        core.stir();
         if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
-            core.tear_down();
+            core.drained();
+        }
+    }
+
+    /// Before a block is put where the next search can find it.
+    fn stir(&self) {
+        if let Some(beyond) = &self.beyond {
+            beyond.drought.stir();
         }
     }
 
@@ -47,6 +55,7 @@ impl Core {
             if !hold.attached() {
                 return false;
             }
+            self.stir();
             if !hold.push(class, entry) {
                 if let Some(surplus) = hold.make_room(&self.depot, class) {
                     self.empty_out(class, surplus);

@@ -30,6 +30,15 @@ impl PoolRef {
         gate: *const ThreadGate,
         len: usize,
     ) -> Result<Buf<R>, AllocError> {
+        match self.entry(gate, len) {
+            Some((entry, place)) => Ok(Buf::new(self, entry, len, place)),
+            None => Err(Self::refusal(self.core, len)),
+        }
+    }
+
+    /// The block that [`alloc`](PoolRef::alloc) makes a buffer of, and its class's place.
+    #[inline(always)]
+    pub(super) fn entry(self, gate: *const ThreadGate, len: usize) -> Option<(Entry, Place)> {
         let mut place = Place::of(size_class::class_of(len));
         let mut entry = None;
         if len.wrapping_sub(1) < MAX_BLOCK {
@@ -41,9 +50,16 @@ impl PoolRef {
         {
             (entry, place) = (Some(slow), slow_place);
         }
-        match entry {
-            Some(entry) => Ok(Buf::new(self, entry, len, place)),
-            None => Err(Self::refusal(self.core, len)),
+        entry.map(|entry| (entry, place))
+    }
+
+    /// The slow path alone, for callers that have been at the magazine already.
+    pub(crate) fn alloc_uncached<R>(self, len: usize, align: usize) -> Result<Buf<R>, AllocError> {
+        // SAFETY: as in `alloc_slow`.
+        let core = unsafe { self.core.as_ref() };
+        match core.alloc_slow(len, align) {
+            Some((entry, class)) => Ok(Buf::new(self, entry, len, Place::of(class))),
+            None => Err(core.refusal(len, align)),
         }
     }
 

@@ -1,44 +1,62 @@
-//! The end of a pool: caches away for good, then arenas, PD and core, by whoever returns the last block.
+//! The end of a pool: caches away for good, then heap by heap what has drained, arenas and PD by whoever
+//! returns the last block that stands on them.
 
-use std::{ptr::NonNull, sync::Arc};
+use std::sync::{Arc, atomic::Ordering::AcqRel};
 
 use super::Core;
 use crate::{arena::Leftover, slab::Given};
 
 impl Core {
-    /// Called when the last handle goes: takes all caches away for good, and if no buffer is out, the
-    /// arenas as well.
-    ///
-    /// # Safety
-    /// Once, by the owner of the last handle.
-    pub(super) unsafe fn close(core: NonNull<Self>) -> Option<Leftover> {
-        // SAFETY: the caller's handle is still counted, so the core is alive.
-        let core = unsafe { Self::keep(core) };
-        if core.foreign_process() {
-            // The registrations are the parent's; whatever this process has is its copy.
-            return None;
-        }
-        {
-            let mut registry = core.registry.lock();
-            registry.closed = true;
-            core.drain_caches(&registry.locals, true);
-            registry.locals.clear();
-        }
-        (core.slabs.start_draining() == Given::Last).then(|| core.tear_down())
+    /// Called when the last handle goes: takes all caches of this heap away for good.
+    pub(super) fn close_caches(&self) {
+        let mut registry = self.registry.lock();
+        registry.closed = true;
+        self.drain_caches(&registry.locals, true);
+        registry.locals.clear();
     }
 
-    /// Deregisters, unmaps, lets go of the PD, and of the core. Once: by whoever was told that the last
-    /// block came back.
-    pub(super) fn tear_down(self: &Arc<Self>) -> Leftover {
+    /// Called after [`close_caches`](Core::close_caches): if no buffer is out, the heap goes, and what
+    /// stands on it alone. `None` when buffers are out; the last of them then does it.
+    pub(super) fn close(self: &Arc<Self>) -> Option<Leftover> {
+        (self.slabs.start_draining() == Given::Last).then(|| self.drained())
+    }
+
+    /// Lets go of a heap that has drained, and of the arenas if it was the last on them. Once: by whoever
+    /// was told that the last block came back.
+    pub(super) fn drained(self: &Arc<Self>) -> Leftover {
         if self.foreign_process() {
+            return Leftover::default();
+        }
+        let Some(beyond) = &self.beyond else { return self.leave_arenas() };
+        // SAFETY: this share is among the heaps that its class's core waits for.
+        let class = unsafe { Self::keep(beyond.class().core) };
+        // SAFETY: the reference of `settle`, which goes with the last block; that comes back once.
+        unsafe { Self::let_go(self) };
+        class.leave_arenas()
+    }
+
+    /// A class's: one of the heaps on its arenas has drained. The last of them deregisters, unmaps, lets go
+    /// of the PD, and of the class's core.
+    fn leave_arenas(self: &Arc<Self>) -> Leftover {
+        // Release what was done to the arenas here, acquire what was in the other heaps.
+        if self.undrained.fetch_sub(1, AcqRel) > 1 {
             return Leftover::default();
         }
         let arenas = self.arenas.lock().take();
         let Some(mut arenas) = arenas else { return Leftover::default() };
         let left = arenas.take_down();
         drop(arenas);
-        // SAFETY: this is the reference made in `build`; `arenas` was there, so it is given back once.
-        unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) };
+        // SAFETY: the reference of `settle`; `arenas` was there, so it is given back once.
+        unsafe { Self::let_go(self) };
         left
+    }
+
+    /// Gives the reference of [`settle`](Core::settle) back.
+    ///
+    /// # Safety
+    /// Once.
+    unsafe fn let_go(this: &Arc<Self>) {
+        // SAFETY: the caller's promise; `this` is another reference, so the memory stays for now.
+        unsafe { Arc::decrement_strong_count(Arc::as_ptr(this)) };
     }
 }
