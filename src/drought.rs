@@ -194,6 +194,8 @@ mod loom_tests {
                     // One block at a time: give back here, take there.
                     *beyond.lock().unwrap() += 1;
                     if own.alloc() {
+                        // There is no second one; looking for it must not open the gate.
+                        assert!(!own.alloc());
                         own.free();
                         let _ = take_beyond(&beyond);
                     }
