@@ -11,7 +11,10 @@ use std::hint::black_box;
 use gungraun::{
     Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
 };
-use pinpool::{Batch, Buf, Device, Pages, Pool};
+use pinpool::{
+    Access, Batch, Buf, Class, Device, Pages, Pool, Reserve, Share,
+    reach::{OneDevice, Remote},
+};
 
 const PAIRS: u64 = 10_000;
 /// Allowed for entering and leaving the measured function, and the few slow paths in a round.
@@ -22,6 +25,11 @@ const PLAIN: u64 = 32;
 /// The length is not known when compiling, so its class is computed.
 const ANY_LENGTH: u64 = 50;
 const LOCAL: u64 = 33;
+/// From an access class, by `Pool::alloc_in`: three more, to see that it is one of this pool.
+const CLASS: u64 = 35;
+/// From a share's reserve: four more, since where the buffer goes back to is not known when compiling, and
+/// the drop cannot use the gate that the alloc has found.
+const SHARE: u64 = 36;
 /// Every block passes through the depot.
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
@@ -30,7 +38,7 @@ const MANY: u64 = 18;
 fn pool() -> Pool {
     let pool = Pool::builder()
         .device(Device::soft())
-        .access(pinpool::Access::LOCAL_WRITE | pinpool::Access::REMOTE_READ)
+        .access(Access::LOCAL_WRITE | Access::REMOTE_READ)
         .capacity(64 << 20)
         .pages(Pages::Base)
         .build()
@@ -41,7 +49,7 @@ fn pool() -> Pool {
 }
 
 #[inline(always)]
-fn touch(buf: &mut Buf) {
+fn touch<R: OneDevice>(buf: &mut Buf<R>) {
     if let Some(first) = buf.first_mut() {
         *first = 1;
     }
@@ -76,6 +84,48 @@ fn local(pool: Pool) -> Pool {
     }
     drop(local);
     pool
+}
+
+fn family() -> Pool {
+    Pool::builder()
+        .device(Device::soft())
+        .capacity(64 << 20)
+        .class("shared", Access::LOCAL_WRITE | Access::REMOTE_READ, 64 << 20)
+        .share("recv", Reserve::buffers(1024, 4096))
+        .pages(Pages::Base)
+        .build()
+        .unwrap()
+}
+
+fn class() -> (Pool, Class<Remote>) {
+    let pool = family();
+    let class = pool.class("shared").unwrap();
+    drop(class.alloc(4096).unwrap());
+    (pool, class)
+}
+
+#[library_benchmark(config = gate(CLASS), setup = class)]
+fn alloc_in((pool, class): (Pool, Class<Remote>)) -> (Pool, Class<Remote>) {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc_in(&class, 4096) else { break };
+        touch(&mut buf);
+    }
+    (pool, class)
+}
+
+fn share() -> Share {
+    let share = family().share("recv").unwrap();
+    drop(share.alloc(4096).unwrap());
+    share
+}
+
+#[library_benchmark(config = gate(SHARE), setup = share)]
+fn share_alloc(share: Share) -> Share {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = share.alloc(4096) else { break };
+        touch(&mut buf);
+    }
+    share
 }
 
 /// What crossing threads costs, amortised: frees of many more buffers than magazines hold, then allocs of
@@ -147,6 +197,6 @@ fn gate(per_pair: u64) -> LibraryBenchmarkConfig {
 
 library_benchmark_group!(
     name = hot_path,
-    benchmarks = [plain, plain_any_length, local, cross_thread, many]
+    benchmarks = [plain, plain_any_length, local, alloc_in, share_alloc, cross_thread, many]
 );
 main!(library_benchmark_groups = hot_path);

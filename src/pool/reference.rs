@@ -30,27 +30,27 @@ impl PoolRef {
         gate: *const ThreadGate,
         len: usize,
     ) -> Result<Buf<R>, AllocError> {
-        match self.entry(gate, len) {
-            Some((entry, place)) => Ok(Buf::new(self, entry, len, place)),
+        let mut place = Place::of(size_class::class_of(len));
+        let mut entry = self.cached(gate, place, len);
+        if entry.is_none()
+            && let Some(slow) = Self::alloc_slow(self.core, len).get()
+        {
+            (entry, place) = (Some(slow.entry), slow.place);
+        }
+        match entry {
+            Some(entry) => Ok(Buf::new(self, entry, len, place)),
             None => Err(Self::refusal(self.core, len)),
         }
     }
 
-    /// The block that [`alloc`](PoolRef::alloc) makes a buffer of, and its class's place.
+    /// What the magazine at hand has.
     #[inline(always)]
-    pub(super) fn entry(self, gate: *const ThreadGate, len: usize) -> Option<(Entry, Place)> {
-        let mut place = Place::of(size_class::class_of(len));
-        let mut entry = None;
+    pub(super) fn cached(self, gate: *const ThreadGate, place: Place, len: usize) -> Option<Entry> {
         if len.wrapping_sub(1) < MAX_BLOCK {
             // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
-            entry = unsafe { &*gate }.pop(place);
+            return unsafe { &*gate }.pop(place);
         }
-        if entry.is_none()
-            && let Some((slow, slow_place)) = Self::alloc_slow(self.core, len).get()
-        {
-            (entry, place) = (Some(slow), slow_place);
-        }
-        entry.map(|entry| (entry, place))
+        None
     }
 
     /// The slow path alone, for callers that have been at the magazine already.
@@ -63,9 +63,10 @@ impl PoolRef {
         }
     }
 
+    /// The magazine had none.
     #[cold]
     #[inline(never)]
-    fn alloc_slow(core: NonNull<Core>, len: usize) -> Answer {
+    pub(super) fn alloc_slow(core: NonNull<Core>, len: usize) -> Answer {
         // SAFETY: the caller of `alloc` has a handle, so the core is alive.
         let core = unsafe { core.as_ref() };
         if len.wrapping_sub(1) < MAX_BLOCK {
@@ -73,42 +74,54 @@ impl PoolRef {
             // SAFETY: this thread's own gate, which lives as long as the thread.
             let gate = unsafe { &*thread::gate_at(core.slot_offset) };
             if let Some(entry) = gate.pop_previous(&core.depot, Place::of(class)) {
-                return Answer::new(entry, class);
+                return Answer::new(entry, class, false);
             }
         }
         let got = core.alloc_slow(len, 1);
-        got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class))
+        got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class, false))
     }
 
     #[cold]
     #[inline(never)]
-    fn refusal(core: NonNull<Core>, len: usize) -> AllocError {
+    pub(super) fn refusal(core: NonNull<Core>, len: usize) -> AllocError {
         // SAFETY: as in `alloc_slow`.
         unsafe { core.as_ref() }.refusal(len, 1)
     }
 }
 
-/// A block and its class in two words, so that the slow path answers in registers and the fast path need
-/// not go through memory to meet it. 0 in the first word is none.
+/// A block as alloc finds it.
 #[derive(Clone, Copy)]
-struct Answer(u64, u64);
+pub(super) struct Block {
+    pub(super) entry: Entry,
+    pub(super) place: Place,
+    /// Whether it is of the heap beyond the one asked (a share's class).
+    pub(super) beyond: bool,
+}
+
+/// A block in two words, so that the slow path answers in registers and the fast path need not go through
+/// memory to meet it. An address of 0 is none.
+#[derive(Clone, Copy)]
+pub(super) struct Answer(u64, u64);
 
 impl Answer {
-    const NONE: Self = Self(0, 0);
+    pub(super) const NONE: Self = Self(0, 0);
     /// User addresses have 47 bits unless more are asked for, which no mapping here does.
+    const BEYOND_SHIFT: u32 = 55;
     const CLASS_SHIFT: u32 = 56;
 
-    fn new(entry: Entry, class: usize) -> Self {
+    pub(super) fn new(entry: Entry, class: usize, beyond: bool) -> Self {
         let addr = entry.ptr.as_ptr() as u64;
-        debug_assert_eq!(addr >> Self::CLASS_SHIFT, 0);
-        Self(addr | (class as u64) << Self::CLASS_SHIFT, entry.keys.word())
+        debug_assert_eq!(addr >> Self::BEYOND_SHIFT, 0);
+        let flag = u64::from(beyond) << Self::BEYOND_SHIFT;
+        Self(addr | flag | (class as u64) << Self::CLASS_SHIFT, entry.keys.word())
     }
 
     #[inline(always)]
-    pub(super) fn get(self) -> Option<(Entry, Place)> {
-        let addr = self.0 & ((1 << Self::CLASS_SHIFT) - 1);
+    pub(super) fn get(self) -> Option<Block> {
+        let addr = self.0 & ((1 << Self::BEYOND_SHIFT) - 1);
         let ptr = NonNull::new(addr as *mut u8)?;
-        let keys = PackedKeys::from_word(self.1);
-        Some((Entry { ptr, keys }, Place::of((self.0 >> Self::CLASS_SHIFT) as usize)))
+        let entry = Entry { ptr, keys: PackedKeys::from_word(self.1) };
+        let place = Place::of((self.0 >> Self::CLASS_SHIFT) as usize);
+        Some(Block { entry, place, beyond: self.0 >> Self::BEYOND_SHIFT & 1 != 0 })
     }
 }

@@ -4,13 +4,21 @@
 use std::{
     fmt,
     ops::Range,
+    ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use super::{Core, Pool, PoolRef};
+use super::{Core, Pool, PoolRef, reference::Answer};
 use crate::{
-    batch::Batch, buf::Buf, drought::Drought, error::AllocError, magazine::Place, reach::Any,
-    size_class::MIN_BLOCK, slab::Entry, thread,
+    batch::Batch,
+    buf::Buf,
+    drought::Drought,
+    error::AllocError,
+    magazine::Place,
+    reach::Any,
+    size_class::{self, MIN_BLOCK},
+    slab::Entry,
+    thread,
 };
 
 /// How often a share looks at reserve and unreserved memory by turns, while things come back to the reserve.
@@ -79,44 +87,59 @@ impl Core {
     }
 }
 
-impl PoolRef {
+impl Core {
     /// What a share does when its reserve gave nothing: takes from the unreserved memory of its class, and
-    /// before it gives up, makes sure that both were empty at one moment.
+    /// before it gives up, makes sure that both were empty at one moment. Says whether the block is of the
+    /// unreserved memory, too.
+    fn alloc_beyond(&self, len: usize, align: usize) -> Option<(Entry, usize, bool)> {
+        let beyond = self.beyond.as_ref().filter(|_| !self.foreign())?;
+        let mut before = None;
+        for _ in 0..TURNS {
+            if let Some((entry, class)) = beyond.class.take(len, align) {
+                return Some((entry, class, true));
+            }
+            // The reserve was searched after `before` was seen, the rest has been since: if nothing
+            // stirred, both were empty when the rest was.
+            let now = beyond.drought.seen();
+            if before == Some(now) {
+                break;
+            }
+            before = Some(now);
+            if let Some((entry, class)) = self.search(len, align) {
+                return Some((entry, class, false));
+            }
+        }
+        beyond.refused.fetch_add(1, Relaxed);
+        None
+    }
+}
+
+impl PoolRef {
+    /// A share's slow path: the rest of its reserve, then beyond.
     #[cold]
     #[inline(never)]
-    fn alloc_beyond<R>(self, len: usize, align: usize) -> Result<Buf<R>, AllocError> {
-        // SAFETY: the caller has a handle, so the core is alive.
-        let core = unsafe { self.core.as_ref() };
-        if let Some(beyond) = core.beyond.as_ref().filter(|_| !core.foreign()) {
-            let mut before = None;
-            for _ in 0..TURNS {
-                if let Some((entry, place)) = beyond.class.take(len, align) {
-                    return Ok(Buf::new(beyond.class, entry, len, place));
-                }
-                // The reserve was searched after `before` was seen, the rest has been since: if nothing
-                // stirred, both were empty when the rest was.
-                let now = beyond.drought.seen();
-                if before == Some(now) {
-                    break;
-                }
-                before = Some(now);
-                if let Some((entry, class)) = core.search(len, align) {
-                    return Ok(Buf::new(self, entry, len, Place::of(class)));
-                }
-            }
-            beyond.refused.fetch_add(1, Relaxed);
+    fn share_slow(core: NonNull<Core>, len: usize) -> Answer {
+        let answer = Self::alloc_slow(core, len);
+        if answer.get().is_some() {
+            return answer;
         }
-        Err(core.refusal(len, align))
+        // SAFETY: the caller has a handle, so the core is alive.
+        let got = unsafe { core.as_ref() }.alloc_beyond(len, 1);
+        got.map_or(Answer::NONE, |(entry, class, beyond)| Answer::new(entry, class, beyond))
     }
 
     /// A block of this heap, by all ways there are.
-    fn take(self, len: usize, align: usize) -> Option<(Entry, Place)> {
+    fn take(self, len: usize, align: usize) -> Option<(Entry, usize)> {
         if align <= MIN_BLOCK {
-            return self.entry(thread::gate_at(self.slot_offset), len);
+            let class = size_class::class_of(len);
+            let cached = self.cached(thread::gate_at(self.slot_offset), Place::of(class), len);
+            return cached.map(|entry| (entry, class)).or_else(|| {
+                let slow = Self::alloc_slow(self.core, len).get()?;
+                Some((slow.entry, slow.place.class()))
+            });
         }
-        // SAFETY: as in `alloc_beyond`; a class's core outlives its shares.
-        let got = unsafe { self.core.as_ref() }.alloc_slow(len, align);
-        got.map(|(entry, class)| (entry, Place::of(class)))
+        // SAFETY: a class's core outlives its shares', one of which the caller has.
+        unsafe { self.core.as_ref() }.alloc_slow(len, align)
     }
 }
 
@@ -142,6 +165,11 @@ impl<R> Share<R> {
         self.reserve.core()
     }
 
+    /// The heap of its class's unreserved memory.
+    fn beyond(&self) -> PoolRef {
+        self.core().beyond.as_ref().map_or(self.reserve.inner(), |b| b.class)
+    }
+
     /// Allocates a buffer of `len` bytes; see [`Pool::alloc`].
     ///
     /// # Errors
@@ -150,9 +178,19 @@ impl<R> Share<R> {
     #[inline]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let inner = self.reserve.inner();
-        match inner.entry(thread::gate_at(inner.slot_offset), len) {
-            Some((entry, place)) => Ok(Buf::new(inner, entry, len, place)),
-            None => inner.alloc_beyond(len, 1),
+        let (mut home, mut place) = (inner, Place::of(size_class::class_of(len)));
+        let mut entry = inner.cached(thread::gate_at(inner.slot_offset), place, len);
+        if entry.is_none()
+            && let Some(slow) = PoolRef::share_slow(inner.core, len).get()
+        {
+            (entry, place) = (Some(slow.entry), slow.place);
+            if slow.beyond {
+                home = self.beyond();
+            }
+        }
+        match entry {
+            Some(entry) => Ok(Buf::new(home, entry, len, place)),
+            None => Err(PoolRef::refusal(inner.core, len)),
         }
     }
 
@@ -176,10 +214,14 @@ impl<R> Share<R> {
             return self.alloc(len);
         }
         let inner = self.reserve.inner();
-        match self.core().alloc_slow(len, align) {
-            Some((entry, class)) => Ok(Buf::new(inner, entry, len, Place::of(class))),
-            None => inner.alloc_beyond(len, align),
+        let core = self.core();
+        if let Some((entry, class)) = core.alloc_slow(len, align) {
+            return Ok(Buf::new(inner, entry, len, Place::of(class)));
         }
+        let (entry, class, beyond) =
+            core.alloc_beyond(len, align).ok_or_else(|| core.refusal(len, align))?;
+        let home = if beyond { self.beyond() } else { inner };
+        Ok(Buf::new(home, entry, len, Place::of(class)))
     }
 
     /// Adds up to `n` buffers of `len` bytes to a batch; see [`Pool::alloc_many`].
@@ -196,15 +238,15 @@ impl<R> Share<R> {
         n: usize,
     ) -> Result<usize, AllocError> {
         let inner = self.reserve.inner();
-        let Some(beyond) = &self.core().beyond else { return batch.refill(inner, len, n) };
-        if !batch.is_empty() && batch.is_of(beyond.class) {
-            return batch.refill(beyond.class, len, n);
+        let beyond = self.beyond();
+        if !batch.is_empty() && batch.is_of(beyond) {
+            return batch.refill(beyond, len, n);
         }
         match batch.refill(inner, len, n) {
             Err(_) if batch.is_empty() => {}
             done => return done,
         }
-        if let Ok(got) = batch.refill(beyond.class, len, n) {
+        if let Ok(got) = batch.refill(beyond, len, n) {
             return Ok(got);
         }
         // One by one, which says truly why there is none.
