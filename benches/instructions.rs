@@ -27,9 +27,9 @@ const ANY_LENGTH: u64 = 50;
 const LOCAL: u64 = 33;
 /// From an access class, by `Pool::alloc_in`: three more, to see that it is one of this pool.
 const CLASS: u64 = 35;
-/// From a share's reserve: four more, since where the buffer goes back to is not known when compiling, and
+/// From a share's reserve: three more, since where the buffer goes back to is not known when compiling, and
 /// the drop cannot use the gate that the alloc has found.
-const SHARE: u64 = 36;
+const SHARE: u64 = 35;
 /// Every block passes through the depot.
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
