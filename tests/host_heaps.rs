@@ -15,7 +15,7 @@ mod common;
 use std::{
     collections::VecDeque,
     sync::{
-        Barrier,
+        Barrier, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
         mpsc,
     },
@@ -288,22 +288,33 @@ fn eight_greedy_threads_get_nothing_of_a_share() {
 
 #[test]
 fn an_exhausted_share_under_threads_never_lies() {
-    // Eight threads over 8 reserved and 8 unreserved blocks, each holding at most two: none may ever fail,
-    // though blocks move from one to the other while it looks.
-    let pool = soft(16 * 4096).share("own", Reserve::buffers(8, 4096)).build().unwrap();
+    // All 4 blocks, half of them reserved, are out. Each thread frees any of them, and may have one for it:
+    // at every moment one is free for each that looks, though it may move from the reserve and back to it.
+    let pool = soft(4 * 4096).share("own", Reserve::buffers(2, 4096)).build().unwrap();
     let share = pool.share("own").unwrap();
+    let pot: Mutex<Vec<Buf>> = Mutex::new((0..4).map(|_| share.alloc(4096).unwrap()).collect());
     thread::scope(|s| {
-        for i in 0..8 {
-            let share = &share;
+        for i in 0..4 {
+            let (share, pot) = (&share, &pot);
             s.spawn(move || {
-                for round in 0..scaled(3_000) {
-                    let a = share.alloc(4096).unwrap_or_else(|e| panic!("{i}, {round}: {e}"));
-                    let b = share.alloc(4096).unwrap_or_else(|e| panic!("{i}, {round}: {e}"));
-                    if (round + i) % 2 == 0 { drop((a, b)) } else { drop((b, a)) }
+                let mut rng = Rng(i);
+                for round in 0..scaled(4_000) {
+                    let one = {
+                        let mut pot = pot.lock().unwrap();
+                        let which = rng.below(pot.len());
+                        pot.swap_remove(which)
+                    };
+                    drop(one);
+                    if rng.below(2) == 0 {
+                        thread::yield_now();
+                    }
+                    let next = share.alloc(4096).unwrap_or_else(|e| panic!("{i}, {round}: {e}"));
+                    pot.lock().unwrap().push(next);
                 }
             });
         }
     });
+    drop(pot);
     pool.check();
     assert_eq!(pool.stats().shares[0].refused, 0);
 }
