@@ -1,10 +1,20 @@
-//! One script of actions against the pool and against a naive account of it, checked after each step:
+//! One script of actions against the pool (of two access classes and a share) and against a naive account of it, checked after each step:
 //! no overlap, alignment, contents, keys, books (P5). The model test and the fuzzer both feed it.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::{alloc::Layout, collections::BTreeMap, thread};
 
-use pinpool::{Access, AllocError, Batch, Buf, Device, FreeError, Pages, Pool};
+use pinpool::{
+    Access, AllocError, Batch, Books, Buf, Class, Device, FreeError, Pages, Pool, Reserve, Share,
+};
+
+/// Where to allocate from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Heap {
+    Default,
+    Class,
+    Share,
+}
 
 /// What can be done to a pool.
 #[derive(Clone, Copy, Debug)]
@@ -13,6 +23,12 @@ pub enum Action {
         len: usize,
     },
     AllocAligned {
+        len: usize,
+        align: usize,
+    },
+    /// From the other class, or through the share.
+    AllocFrom {
+        heap: Heap,
         len: usize,
         align: usize,
     },
@@ -51,7 +67,13 @@ impl Action {
         let (kind, a, b) = (word & 0xff, (word >> 8) & 0xff_ffff, (word >> 32) as usize);
         let a = a as usize;
         match kind {
-            0..=79 => Self::Alloc { len: a },
+            0..=47 => Self::Alloc { len: a },
+            48..=79 => {
+                let heap = if b & 1 == 0 { Heap::Class } else { Heap::Share };
+                // One in eight is aligned.
+                let align = if b & 14 == 0 { 1 << (b >> 4) % 18 } else { 1 };
+                Self::AllocFrom { heap, len: a, align }
+            }
             80..=95 => Self::AllocAligned { len: a, align: 1 << (b % 18) },
             96..=111 => Self::AllocMany { len: a, n: b % 40 },
             112..=179 => Self::Free { which: b },
@@ -73,6 +95,8 @@ struct Held {
 /// The pool and the naive account.
 pub struct Model {
     pool: Pool,
+    class: Class,
+    share: Share,
     device: Device,
     held: Vec<Held>,
     /// Start → end of every block that is out.
@@ -83,26 +107,45 @@ pub struct Model {
     colouring: bool,
 }
 
-pub const CAPACITY: usize = 2 << 20;
+/// Three arenas: two of the default class, one of the other. The share has a part of the second.
+pub const CAPACITY: usize = 3 << 20;
 const ARENA: usize = 1 << 20;
+const RESERVE: Reserve = Reserve::bytes(200_000);
 
 impl Model {
     pub fn new(colouring: bool) -> Self {
         let device = Device::soft();
         let pool = Self::build(&device, colouring);
-        Self { pool, device, held: vec![], ranges: BTreeMap::new(), shift: 14, seed: 0, colouring }
+        let (class, share) = Self::handles(&pool);
+        Self {
+            pool,
+            class,
+            share,
+            device,
+            held: vec![],
+            ranges: BTreeMap::new(),
+            shift: 14,
+            seed: 0,
+            colouring,
+        }
     }
 
     fn build(device: &Device, colouring: bool) -> Pool {
         Pool::builder()
             .device(device.clone())
             .access(Access::LOCAL_WRITE | Access::REMOTE_READ)
-            .capacity(CAPACITY)
+            .capacity(CAPACITY - ARENA)
+            .class("other", Access::LOCAL_WRITE, ARENA)
+            .share("part", RESERVE)
             .arena_size(ARENA)
             .pages(Pages::Base)
             .colouring(colouring)
             .build()
             .unwrap()
+    }
+
+    fn handles(pool: &Pool) -> (Class, Share) {
+        (pool.class("other").unwrap(), pool.share("part").unwrap())
     }
 
     pub fn run(words: impl IntoIterator<Item = u64>, colouring: bool) {
@@ -122,12 +165,23 @@ impl Model {
             Action::Alloc { len } => {
                 let len = self.len(len);
                 let got = self.pool.alloc(len);
-                self.took(got, len, 1);
+                self.took(got, len, 1, Heap::Default);
+            }
+            Action::AllocFrom { heap, len, align } => {
+                let len = self.len(len);
+                let layout = Layout::from_size_align(len, align).unwrap();
+                let got = match heap {
+                    Heap::Default => self.pool.alloc_layout(layout),
+                    Heap::Class if align == 1 => self.pool.alloc_in(&self.class, len),
+                    Heap::Class => self.class.alloc_layout(layout),
+                    Heap::Share => self.share.alloc_layout(layout),
+                };
+                self.took(got, len, align, heap);
             }
             Action::AllocAligned { len, align } => {
                 let len = self.len(len);
                 let got = self.pool.alloc_layout(Layout::from_size_align(len, align).unwrap());
-                self.took(got, len, align);
+                self.took(got, len, align, Heap::Default);
             }
             Action::AllocMany { len, n } => {
                 let len = self.len(len);
@@ -139,10 +193,10 @@ impl Model {
                         // Every other one goes back by the batch.
                         for _ in 0..got / 2 {
                             let buf = batch.pop().unwrap();
-                            self.took(Ok(buf), len, 1);
+                            self.took(Ok(buf), len, 1, Heap::Default);
                         }
                     }
-                    Err(e) => self.refused(&e, len, 1),
+                    Err(e) => self.refused(&e, len, 1, Heap::Default),
                 }
                 drop(batch);
             }
@@ -167,7 +221,7 @@ impl Model {
                 .join()
                 .unwrap();
                 for buf in got {
-                    self.took(Ok(buf), len, 1);
+                    self.took(Ok(buf), len, 1, Heap::Default);
                 }
             }
             Action::Raw { which } => self.raw(which),
@@ -177,9 +231,15 @@ impl Model {
             }
             Action::DropPool => {
                 let next = Self::build(&self.device, self.colouring);
+                let other = self.class.arenas()[0].addr.as_ptr() as usize;
+                (self.class, self.share) = Self::handles(&next);
                 drop(std::mem::replace(&mut self.pool, next));
                 let soft = self.device.as_soft().unwrap();
-                let old = if self.held.is_empty() { 0 } else { CAPACITY / ARENA };
+                // Each class's arenas stay for its own buffers alone.
+                let of_other = |start: &&usize| (other..other + ARENA).contains(*start);
+                let in_other = self.ranges.keys().filter(of_other).count();
+                let old = if in_other > 0 { 1 } else { 0 }
+                    + if in_other < self.held.len() { 2 } else { 0 };
                 assert_eq!(soft.regions(), CAPACITY / ARENA + old);
                 for held in &self.held {
                     Self::check_contents(held);
@@ -192,10 +252,10 @@ impl Model {
         self.check();
     }
 
-    fn took(&mut self, got: Result<Buf, AllocError>, len: usize, align: usize) {
+    fn took(&mut self, got: Result<Buf, AllocError>, len: usize, align: usize, heap: Heap) {
         let mut buf = match got {
             Ok(buf) => buf,
-            Err(e) => return self.refused(&e, len, align),
+            Err(e) => return self.refused(&e, len, align, heap),
         };
         assert_eq!(buf.len(), len);
         let (start, cap) = (buf.as_ptr() as usize, buf.capacity());
@@ -208,7 +268,11 @@ impl Model {
             let first = a.addr.as_ptr() as usize;
             first <= start && start + cap <= first + a.len
         });
-        let keys = arena.expect("inside one region (P3)").keys;
+        let arena = arena.expect("inside one region (P3)");
+        let of_class = self.class.arenas()[0].addr == arena.addr;
+        assert_eq!(of_class, heap == Heap::Class);
+        assert_eq!(buf.remote().is_none(), of_class, "only the default class has a remote right");
+        let keys = arena.keys;
         assert_eq!(buf.keys(), keys);
         assert_eq!(self.pool.keys_of(buf.as_ptr()), Some(keys));
         self.seed = self.seed.wrapping_add(29);
@@ -221,18 +285,33 @@ impl Model {
     }
 
     /// A refusal must be true: so little is free that no block of that length can be there.
-    fn refused(&self, error: &AllocError, len: usize, align: usize) {
+    fn refused(&self, error: &AllocError, len: usize, align: usize, heap: Heap) {
         match error {
             AllocError::TooLarge { asked, max } => assert!(*asked == len && len > *max),
             AllocError::Exhausted(e) => {
-                let out: usize = self.ranges.iter().map(|(a, b)| b - a).sum();
-                assert_eq!((e.asked, e.live, e.live_buffers), (len, out, self.held.len()));
+                let books = self.books(heap);
+                let sum = |of: fn(&Books) -> usize| books.iter().map(of).sum::<usize>();
+                assert_eq!(
+                    (e.asked, e.live, e.live_buffers, e.capacity),
+                    (len, sum(|b| b.live), sum(|b| b.live_buffers), sum(|b| b.capacity))
+                );
                 // A run this long holds an aligned start with enough behind it, wherever it lies.
                 let slack = align.saturating_sub(4096);
                 assert!(e.largest_free < len.max(1).next_multiple_of(4096) + slack);
-                assert!(len > 0 || e.not_live < CAPACITY);
+                assert!(len > 0 || e.not_live < e.capacity);
             }
             other => panic!("{other}"),
+        }
+    }
+
+    /// What an allocation may draw on.
+    fn books(&self, heap: Heap) -> Vec<Books> {
+        let stats = self.pool.stats();
+        let classes = &stats.access_classes;
+        match heap {
+            Heap::Default => vec![classes[0].unreserved],
+            Heap::Class => vec![classes[1].unreserved],
+            Heap::Share => vec![classes[0].unreserved, stats.shares[0].reserve],
         }
     }
 
@@ -286,7 +365,13 @@ impl Model {
             Self::check_contents(&held);
         }
         self.pool.trim();
-        assert_eq!(self.pool.stats().largest_free, ARENA, "all merged again");
+        for heap in [Heap::Class, Heap::Share] {
+            for books in self.books(heap) {
+                let whole = books.capacity.min(ARENA);
+                assert_eq!(books.largest_free, whole, "all merged again");
+            }
+        }
+        drop((self.class, self.share));
         self.pool.close().unwrap();
         assert_eq!(self.device.as_soft().unwrap().regions(), 0);
     }
