@@ -8,7 +8,7 @@ mod common;
 use std::{io::Write, sync::Mutex};
 
 use common::soft;
-use pinpool::{AllocError, CloseError, Device, device::FaultyRegistrar};
+use pinpool::{Access, AllocError, Class, CloseError, Device, Reserve, device::FaultyRegistrar};
 
 /// Forks one at a time: a fork copies whatever locks other threads hold.
 static ONE: Mutex<()> = Mutex::new(());
@@ -57,6 +57,40 @@ fn a_child_uses_the_heap_and_is_refused_the_pool() {
     assert!(std::ptr::eq(kept.as_ptr(), kept.as_ptr()));
     assert_eq!(registrar.deregister_calls(), 0);
     drop(kept);
+}
+
+#[test]
+fn a_child_is_refused_classes_and_shares_too() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let registrar = FaultyRegistrar::new(&Device::soft());
+    let pool = soft(1 << 20)
+        .device(Device::custom(registrar.clone()))
+        .class("other", Access::LOCAL_WRITE, 1 << 20)
+        .share("own", Reserve::buffers(2, 4096))
+        .build()
+        .unwrap();
+    let class: Class = pool.class("other").unwrap();
+    let share = pool.share("own").unwrap();
+    // Two of the reserve, one beyond it, one of the class: freed by the child, each kept by the books.
+    let held: Vec<_> = (0..3).map(|_| share.alloc(4096)).chain([class.alloc(4096)]).collect();
+    let status = in_child(|| {
+        let foreign = |e| matches!(e, Err(AllocError::ForeignProcess { .. }));
+        let refused = foreign(pool.alloc_in(&class, 64)) && foreign(share.alloc(4096));
+        let long = foreign(share.alloc(64 << 10));
+        // SAFETY: the child's own copies, of which it has one each; the parent's are others.
+        unsafe {
+            held.iter().for_each(|buf| drop(std::ptr::read(buf)));
+            drop((std::ptr::read(&class), std::ptr::read(&share), std::ptr::read(&pool)));
+        }
+        refused && long && registrar.deregister_calls() == 0
+    });
+    assert_eq!(status, 0, "the child's exit status");
+    assert_eq!(pool.stats().live_buffers, 4);
+    drop((held, class));
+    drop(share.alloc(4096).unwrap());
+    pool.check();
+    drop((share, pool));
+    assert_eq!((registrar.deregister_calls(), registrar.live()), (2, 0));
 }
 
 #[test]

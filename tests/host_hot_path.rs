@@ -13,7 +13,7 @@ use std::{
 };
 
 use common::soft;
-use pinpool::{Batch, Device, device::FaultyRegistrar};
+use pinpool::{Access, Batch, Class, Device, Reserve, device::FaultyRegistrar};
 
 struct Counting;
 
@@ -62,7 +62,13 @@ fn forbid_system_calls() {
 #[test]
 fn p1_a_million_cached_pairs_without_a_system_call_or_an_allocation() {
     let registrar = FaultyRegistrar::new(&Device::soft());
-    let pool = soft(64 << 20).device(Device::custom(registrar.clone())).build().unwrap();
+    let pool = soft(64 << 20)
+        .device(Device::custom(registrar.clone()))
+        .class("other", Access::LOCAL_WRITE, 1 << 20)
+        .share("own", Reserve::buffers(64, 4096))
+        .share("dry", Reserve::buffers(2, 4096))
+        .build()
+        .unwrap();
     let before = registrar.register_calls();
     let p = pool.clone();
     // The thread's outcome comes back through its exit code path only when it was not killed; what it
@@ -71,6 +77,10 @@ fn p1_a_million_cached_pairs_without_a_system_call_or_an_allocation() {
     let out = counted.clone();
     thread::spawn(move || {
         let local = p.local();
+        let class: Class = p.class("other").unwrap();
+        let (own, dry) = (p.share("own").unwrap(), p.share("dry").unwrap());
+        // What it has is out for good, so all it gives after that is from beyond its reserve.
+        let _all: Vec<_> = (0..2).map(|_| dry.alloc(4096).unwrap()).collect();
         let mut batch = Batch::with_capacity(32);
         let mut held = Vec::with_capacity(64);
         let mut round = |n: usize| {
@@ -81,6 +91,9 @@ fn p1_a_million_cached_pairs_without_a_system_call_or_an_allocation() {
                     drop(buf);
                     drop(local.alloc(len).unwrap());
                 }
+                drop(p.alloc_in(&class, 4096).unwrap());
+                drop(own.alloc(4096).unwrap());
+                drop(dry.alloc(4096).unwrap());
                 if i % 64 == 0 {
                     // Within what two magazines hold: to and fro, still nothing but this thread's own.
                     held.extend((0..32).map(|_| p.alloc(4096).unwrap()));

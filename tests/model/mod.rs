@@ -71,7 +71,7 @@ impl Action {
             48..=79 => {
                 let heap = if b & 1 == 0 { Heap::Class } else { Heap::Share };
                 // One in eight is aligned.
-                let align = if b & 14 == 0 { 1 << (b >> 4) % 18 } else { 1 };
+                let align = if b & 14 == 0 { 1 << ((b >> 4) % 18) } else { 1 };
                 Self::AllocFrom { heap, len: a, align }
             }
             80..=95 => Self::AllocAligned { len: a, align: 1 << (b % 18) },
