@@ -15,6 +15,7 @@ use crate::{
     size_class::MIN_BLOCK,
     sys::{
         limits::{self, Facts},
+        mapping_faults::StepHook,
         mmap,
     },
 };
@@ -90,6 +91,16 @@ pub enum Event<'a> {
         /// The refusal.
         error: &'a crate::error::RegisterError,
     },
+    /// The system would not unmap what a pool had; it stays mapped for ever, without memory where the
+    /// system lets go of that.
+    UnmapFailed {
+        /// First byte.
+        addr: usize,
+        /// Bytes that stay.
+        len: usize,
+        /// The refusal.
+        error: &'a std::io::Error,
+    },
     /// Hugepages were preferred and could not be had; the arena is on base pages.
     HugepagesMissing {
         /// Which arena, from 0.
@@ -139,6 +150,7 @@ pub struct Builder {
     colouring: bool,
     hook: Option<EventHook>,
     start: start::Wishes,
+    mapping: StepHook,
 }
 
 impl Default for Builder {
@@ -152,6 +164,7 @@ impl Default for Builder {
             colouring: false,
             hook: None,
             start: start::Wishes::default(),
+            mapping: StepHook::default(),
         }
     }
 }
@@ -219,6 +232,13 @@ impl Builder {
         self
     }
 
+    /// Has mapping fail on demand, to test recovery with.
+    #[cfg(feature = "fault")]
+    pub fn faulty_mapping(mut self, mapping: &crate::device::FaultyMapping) -> Self {
+        self.mapping = StepHook::new(mapping.clone());
+        self
+    }
+
     /// Maps, faults in and registers all arenas, and makes the pool.
     ///
     /// # Errors
@@ -254,6 +274,7 @@ impl Builder {
             pad: if self.colouring { MIN_BLOCK } else { 0 },
             hook: self.hook,
             start,
+            mapping: self.mapping,
         })
     }
 }
@@ -409,6 +430,8 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    /// Asked before each step of mapping.
+    pub(crate) mapping: StepHook,
 }
 
 #[cfg(test)]

@@ -161,11 +161,12 @@ mod tests {
     #[test]
     fn the_node_of_fresh_pages_is_one_that_has_memory() {
         let page = super::super::mmap::base_page();
-        let r = super::super::mmap::Reservation::new(16 * page, page).expect("reserve");
+        let hook = super::super::mapping_faults::StepHook::default();
+        let r = super::super::mmap::Reservation::new(16 * page, page, hook).expect("reserve");
         assert_eq!(node_of(r.base(), 16 * page, page), None, "nothing there yet");
         // SAFETY: the range is ours and unused.
         unsafe { r.map_pages(0, 16 * page, page) }.expect("map");
-        r.fault_in(0, 16 * page).expect("fault in");
+        r.fault_in(0, 16 * page, page).expect("fault in");
         // Sandboxes may bar the call; what it says must be true.
         if let Some(node) = node_of(r.base(), 16 * page, page) {
             assert!(nodes().contains(&node));
