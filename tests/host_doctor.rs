@@ -9,7 +9,9 @@ mod cli;
 use std::process::Command;
 
 use cli::{Left, keys, run};
-use pinpool::{Access, BuildError, Device, DoctorOptions, PageSize, Pages, Pool, Problem, doctor};
+use pinpool::{
+    Access, BuildError, Device, DoctorOptions, Numa, PageSize, Pages, Pool, Problem, doctor,
+};
 use serde_json::Value;
 
 fn kinds(list: &Value) -> Vec<&str> {
@@ -86,6 +88,34 @@ fn without_a_device_that_is_the_thing_to_change() {
     assert_eq!(left.code == Some(1), v["fit"] == false, "{v}");
 }
 
+#[test]
+fn a_node_can_be_asked_for() {
+    let ask = |numa| run(&[&SMALL[..], &["--soft", "--json", "--numa", numa]].concat());
+    for (numa, nodes) in [("0", &[0][..]), ("any", &[]), ("device", &[])] {
+        let left = ask(numa);
+        assert_eq!(left.code, Some(0), "{numa}: {}", left.stderr);
+        assert_eq!(left.object()["pool"]["nodes"], Value::from(nodes), "{numa}");
+    }
+    let all = ask("interleave").object()["pool"]["nodes"].clone();
+    assert!(all.as_array().is_some_and(|n| !n.is_empty()), "{all}");
+    let left = ask("77");
+    assert_eq!(left.code, Some(1), "{}", left.stderr);
+    let v = left.object();
+    assert_eq!(kinds(&v["problems"]), ["node"], "{v}");
+    let what = v["problems"][0]["what"].as_str().expect("words");
+    assert!(what.contains("NUMA node 77") && what.contains("nodes with memory: "), "{what}");
+    // As a call.
+    let device = Device::soft();
+    let mut options = DoctorOptions::default();
+    (options.device, options.capacity, options.pages) = (Some(&device), 4096, Pages::Base);
+    options.numa = Numa::Node(77);
+    let report = doctor(&options).expect("a report");
+    assert!(matches!(report.problems[..], [Problem::Node { node: 77, .. }]), "{report}");
+    let built = Pool::builder().device(device).capacity(4096).pages(Pages::Base);
+    let error = built.numa(Numa::Node(77)).build().expect_err("no such node");
+    assert_eq!(error.to_string(), report.problems[0].to_string());
+}
+
 /// Looking for a device by the library, whatever it was built with.
 trait FirstOfAny {
     fn first_of_any() -> Option<Device>;
@@ -113,6 +143,8 @@ fn wrong_calls_end_in_two() {
             "arena size 4 KiB",
         ),
         (&["doctor", "--soft", "--pages", "3M"], "3M"),
+        (&["doctor", "--soft", "--numa", "here"], "write device, any, interleave"),
+        (&["doctor", "--soft", "--numa", "-1"], "-1"),
         (&["doctor", "--soft", "--device", "rxe0"], "--soft"),
         (&["doctor", "--device", "no-such-device"], "no-such-device"),
         (&["doctor", "--frobnicate"], "'--frobnicate'"),

@@ -20,6 +20,7 @@ use crate::{
     config::{self, Event, EventHook, Placement, Plan, Progress, Stage, memlock_refusal},
     device::{MrRequest, Registrar, Registration},
     error::{BuildError, RegisterError},
+    problem,
     sys::{
         mmap::{self, Reservation},
         numa::{self, Mode, NodeSet},
@@ -258,7 +259,10 @@ impl Start<'_> {
                 None => format!("arena {index} of {arenas} does not fit"),
                 Some(e) => format!("{step} arena {index} of {arenas} failed: {e}"),
             };
-            return BuildError::Node { node, problem, needed: len as u64, page_size, free };
+            let has = numa::hugepages_on(node, page_size);
+            let lacking = (len as u64).saturating_sub(free.unwrap_or(0)) / page_size as u64;
+            let fix = problem::node_fix(node, page_size, has.map(|(all, _)| all), lacking);
+            return BuildError::Node { node, problem, fix, needed: len as u64, page_size, free };
         }
         let source = source.unwrap_or_else(unsupported);
         BuildError::Back { arena: index, arenas, len, page_size, free_pages, step, source }
