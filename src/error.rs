@@ -236,6 +236,8 @@ pub enum BuildError {
         page_size: usize,
         /// Bytes that are free there in pages of that size, where the system says.
         free: Option<u64>,
+        /// The system's errno, if it was the system that refused.
+        errno: Option<i32>,
     },
     /// No memory for an arena.
     #[error(
@@ -291,7 +293,7 @@ impl BuildError {
         match self {
             Self::Reserve { source, .. } | Self::Back { source, .. } => source.raw_os_error(),
             Self::Register { source, .. } => source.raw_os_error(),
-            Self::Memlock { errno, .. } => *errno,
+            Self::Memlock { errno, .. } | Self::Node { errno, .. } => *errno,
             _ => None,
         }
     }

@@ -321,16 +321,20 @@ impl Problem {
                 let kb = page_size >> 10;
                 format!(
                     "Reserve more: `echo {total} > /sys/kernel/mm/hugepages/hugepages-{kb}kB/nr_hugepages` \
-                     (at boot: `hugepagesz={kb}K hugepages={total}`), or ask for `Pages::Prefer`, which does \
-                     without"
+                     (at boot: `hugepagesz={kb}K hugepages={total}`). `Pages::Prefer` does without"
                 )
             }
-            Self::HugetlbCgroup { asked, used, file, .. }
-            | Self::MemoryCgroup { asked, used, file, .. } => format!(
+            Self::HugetlbCgroup { asked, used, file, .. } => format!(
                 "Raise it: `echo {} > {}`, or ask for less",
                 used.saturating_add(*asked),
                 file.display()
             ),
+            Self::MemoryCgroup { asked, used, file, .. } => {
+                // The rest of the process will want some, too.
+                let sum = used.saturating_add(*asked);
+                let limit = sum.saturating_add(sum / 16).div_ceil(1 << 20).saturating_mul(1 << 20);
+                format!("Raise it: `echo {limit} > {}`, or ask for less", file.display())
+            }
             Self::MapCount { needed, used, .. } => {
                 format!("Raise it: `sysctl vm.max_map_count={}`", used.saturating_add(*needed) * 2)
             }
@@ -379,7 +383,7 @@ impl From<Problem> for BuildError {
             Problem::ArenaSize { asked, problem } => Self::ArenaSize { asked, problem },
             Problem::PageSizeAbsent { asked, offered } => Self::PageSizeAbsent { asked, offered },
             Problem::Node { node, problem, fix, needed, page_size, free } => {
-                Self::Node { node, problem, fix, needed, page_size, free }
+                Self::Node { node, problem, fix, needed, page_size, free, errno: None }
             }
             other => Self::Preflight(vec![other]),
         }

@@ -255,6 +255,7 @@ impl Start<'_> {
         };
         if let Placement::On(node) = self.plan.start.placement {
             let free = numa::free_on(node, page_size);
+            let errno = source.as_ref().and_then(io::Error::raw_os_error);
             let problem = match source {
                 None => format!("arena {index} of {arenas} does not fit"),
                 Some(e) => format!("{step} arena {index} of {arenas} failed: {e}"),
@@ -262,7 +263,8 @@ impl Start<'_> {
             let has = numa::hugepages_on(node, page_size);
             let lacking = (len as u64).saturating_sub(free.unwrap_or(0)) / page_size as u64;
             let fix = problem::node_fix(node, page_size, has.map(|(all, _)| all), lacking);
-            return BuildError::Node { node, problem, fix, needed: len as u64, page_size, free };
+            let needed = len as u64;
+            return BuildError::Node { node, problem, fix, needed, page_size, free, errno };
         }
         let source = source.unwrap_or_else(unsupported);
         BuildError::Back { arena: index, arenas, len, page_size, free_pages, step, source }
