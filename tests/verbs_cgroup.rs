@@ -6,6 +6,7 @@
 //!   and interleaving leaves it out;
 //! - the doctor says the same, and the line that it gives mends it.
 #![cfg(all(feature = "cli", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+#![allow(clippy::print_stderr, clippy::disallowed_methods)]
 
 #[path = "common/cgroup.rs"]
 mod cgroup;

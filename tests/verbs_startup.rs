@@ -164,6 +164,7 @@ fn b34_pages_lie_on_the_node_asked_for_whoever_faults_them_in() {
         assert_eq!(pool.arenas()[0].node, None, "on several");
         drop(pool);
         build(Numa::OfDevice).expect("no node is no error");
+        the_devices_node_is_preferred();
         lacking_nodes_are_named(&device);
     });
     if let Err(panic) = pinned.join() {
@@ -171,13 +172,35 @@ fn b34_pages_lie_on_the_node_asked_for_whoever_faults_them_in() {
     }
 }
 
+/// On a device that hangs on node 1: its node by default, and others where that has too few.
+fn the_devices_node_is_preferred() {
+    let free = [0, 1].map(free_on);
+    let build = |pages, capacity| {
+        let registrar = FaultyRegistrar::new(&device()).numa_node(1);
+        let builder = Pool::builder().device(Device::custom(registrar)).capacity(capacity);
+        builder.pages(pages).build().expect("build")
+    };
+    for (pages, page) in [(Pages::Base, 4096), (HUGE, 2 * MIB)] {
+        let pool = build(pages, 16 * MIB);
+        let arena = pool.arenas()[0];
+        assert_eq!((arena.node, arena.page_size), (Some(1), page));
+        let addr = arena.addr.as_ptr() as usize;
+        assert_eq!(pages_on_nodes(addr, 16 * MIB), [(1, (16 * MIB / page) as u64)]);
+    }
+    let pages = free[1] + 3;
+    let pool = build(HUGE, pages * 2 * MIB);
+    let addr = pool.arenas()[0].addr.as_ptr() as usize;
+    assert_eq!(pages_on_nodes(addr, pages * 2 * MIB), [(0, 3), (1, free[1] as u64)]);
+}
+
+fn free_on(node: u32) -> usize {
+    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB");
+    let text = fs::read_to_string(format!("{dir}/free_hugepages")).expect("a node");
+    text.trim().parse().expect("a number")
+}
+
 /// More hugepages of one node than it has, and a node that there is not.
 fn lacking_nodes_are_named(device: &Device) {
-    let free_on = |node| {
-        let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB");
-        let text = fs::read_to_string(format!("{dir}/free_hugepages")).expect("a node");
-        text.trim().parse::<usize>().expect("a number")
-    };
     let (start, before) = (vm_pin(), [0, 1].map(free_on));
     let ask = |node, pages: Pages, capacity| {
         Pool::builder()
