@@ -5,6 +5,7 @@
 //! - several threads pin what one pins, and give all of it back when one fails;
 //! - whichever call of whichever step fails, `VmPin` and free hugepages are where they were;
 //! - pages of 1 GiB are had, and bytes move through them.
+#![allow(clippy::print_stderr)]
 #![cfg(all(
     feature = "loopback",
     feature = "fault",
