@@ -15,7 +15,7 @@ mod common;
 use std::{
     collections::VecDeque,
     sync::{
-        Barrier, Mutex,
+        Barrier,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
         mpsc,
     },
@@ -23,10 +23,12 @@ use std::{
 };
 
 use common::{Rng, soft};
+// The standard library's is not compiled for the thread sanitizer, which then misses its orderings.
+use parking_lot::Mutex;
 use pinpool::{
     Access, AllocError, Batch, Buf, BuildError, Class, CloseError, Device, FreeError, LookupError,
     Pool, Reserve, Share,
-    device::{Fault, FaultyRegistrar},
+    device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep},
     reach::{Any, Local, Remote},
 };
 
@@ -300,7 +302,7 @@ fn an_exhausted_share_under_threads_never_lies() {
                 let mut rng = Rng(i);
                 for round in 0..scaled(4_000) {
                     let one = {
-                        let mut pot = pot.lock().unwrap();
+                        let mut pot = pot.lock();
                         let which = rng.below(pot.len());
                         pot.swap_remove(which)
                     };
@@ -309,7 +311,7 @@ fn an_exhausted_share_under_threads_never_lies() {
                         thread::yield_now();
                     }
                     let next = share.alloc(4096).unwrap_or_else(|e| panic!("{i}, {round}: {e}"));
-                    pot.lock().unwrap().push(next);
+                    pot.lock().push(next);
                 }
             });
         }
@@ -665,6 +667,29 @@ fn a_failure_in_a_later_class_undoes_the_earlier_ones() {
         let BuildError::Register { arena, arenas, .. } = error else { panic!("{error}") };
         assert_eq!((arena as u64, arenas), (nth - 1, 4), "numbered over the whole pool");
         assert_eq!((registrar.live(), registrar.deregister_calls()), (0, nth - 1));
+    }
+}
+
+#[test]
+fn tables_that_cannot_be_had_undo_all_classes_and_shares() {
+    // Two heaps a class: two classes have eight tables.
+    for nth in 1..=9 {
+        let registrar = FaultyRegistrar::new(&Device::soft());
+        let mapping = FaultyMapping::new().fault(MapFault::Fail(MapStep::Table, nth, 12));
+        let built = soft(MIB)
+            .device(Device::custom(registrar.clone()))
+            .faulty_mapping(&mapping)
+            .class("a", SHARED, MIB)
+            .share("s", 4096)
+            .share_in("a", "t", 4096)
+            .build();
+        assert_eq!(built.is_err(), nth <= 8);
+        assert_eq!(registrar.live(), if nth <= 8 { 0 } else { 2 });
+        match built {
+            Err(e) => assert!(matches!(e, BuildError::Reserve { .. }), "{e}"),
+            Ok(pool) => pool.close().unwrap(),
+        }
+        assert_eq!(registrar.live(), 0);
     }
 }
 

@@ -31,7 +31,7 @@ use crate::{
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
-    sys::{fork, limits},
+    sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
 };
 
@@ -160,6 +160,8 @@ impl Core {
         plan: &Plan,
     ) -> io::Result<Slabs> {
         let base = arenas.base().as_ptr() as usize + start;
+        let table = || plan.mapping.before(MapStep::Table, 0, len, 0);
+        table()?;
         let map = PageMap::new(base, len, plan.stride.trailing_zeros())?;
         for (offset, arena, keys) in arenas.ranges() {
             if (start..start + len).contains(&offset) {
@@ -167,6 +169,7 @@ impl Core {
             }
         }
         let ranges = ranges.iter().map(|&(offset, len)| (offset - start, len));
+        table()?;
         Slabs::new(map, ranges, plan.pad)
     }
 
