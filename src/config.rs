@@ -556,6 +556,29 @@ mod tests {
     }
 
     #[test]
+    fn limits_hold_against_the_sum_of_all_classes() {
+        let mut facts = Facts::gather();
+        facts.memlock =
+            limits::Memlock { soft: 8 << 20, hard: 8 << 20, pinned: 0, locked: 0, exempt: false };
+        let mut info = info(u64::MAX);
+        info.pinning = crate::device::Pinning::Pinned;
+        let class = |access| Asked {
+            access,
+            capacity: 5 << 20,
+            arena_size: None,
+            pages: Pages::Base,
+            numa: Numa::Any,
+        };
+        let two = [class(Access::LOCAL_WRITE), class(Access::REMOTE_READ)];
+        let (_, one) = two[0].examine(&info, &facts).expect("laid out");
+        assert_eq!(one.problems, [], "one fits");
+        let (layouts, both) = Asked::examine_all(&two, &info, &facts).expect("laid out");
+        assert_eq!(layouts.len(), 2);
+        let [Problem::Memlock { asked, .. }] = both.problems[..] else { panic!("{both:?}") };
+        assert_eq!(asked, 10 << 20);
+    }
+
+    #[test]
     fn asked_arenas_are_refused_not_cut() {
         let stride = |asked| arena_stride(Some(asked), 64 << 20, 4096, &info(4 << 20));
         assert_eq!(stride(4 << 20).expect("fits"), 4 << 20);
