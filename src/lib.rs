@@ -112,10 +112,11 @@ pub use crate::{
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
+        FreeError, RegisterError, UnknownDevice,
     },
     local::LocalPool,
-    pool::Pool,
+    pool::{DeviceChange, Pool},
     problem::Problem,
     stats::{ClassStats, Stats},
 };

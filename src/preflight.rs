@@ -10,7 +10,8 @@ use crate::{
 /// What a pool will ask of device and system.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Demand<'a> {
-    pub(crate) info: &'a DeviceInfo,
+    /// Every arena is registered on each.
+    pub(crate) infos: &'a [DeviceInfo],
     /// Each arena's length; its sum is the capacity.
     pub(crate) arenas: &'a [usize],
     /// Bytes from one arena to the next.
@@ -36,16 +37,15 @@ pub(crate) struct Findings {
 /// Judges all of it.
 pub(crate) fn judge(demand: &Demand<'_>, facts: &Facts) -> Findings {
     let mut found = Findings::default();
-    let Demand { info, arenas, stride, .. } = *demand;
-    if arenas.len() as u64 > info.max_mr {
-        found.problems.push(Problem::TooManyArenas {
-            device: info.name.clone(),
-            arenas: arenas.len(),
-            arena_size: stride,
-            max_mr: info.max_mr,
-        });
-    }
-    found.problems.extend(memlock(info, sum(arenas), &facts.memlock));
+    let Demand { infos, arenas, stride, .. } = *demand;
+    found.problems.extend(infos.iter().filter_map(|i| regions(i, arenas, stride)));
+    // RDMA charges pages once a region; what is locked is locked once.
+    let mut locks = infos.iter().filter(|i| i.pinning == Pinning::Locked);
+    let pins = infos.iter().filter(|i| i.pinning == Pinning::Pinned);
+    let (bytes, times) = (sum(arenas), pins.clone().count() as u64);
+    let pinned = pins.clone().next();
+    let pinned = pinned.and_then(|i| memlock(i, bytes.saturating_mul(times), &facts.memlock));
+    found.problems.extend(pinned.or_else(|| memlock(locks.next()?, bytes, &facts.memlock)));
     hugepages(demand, facts, &mut found);
     base_pages(facts, &mut found);
     // One for each arena, and some for the guards beside them and the tables.
@@ -56,6 +56,28 @@ pub(crate) fn judge(demand: &Demand<'_>, facts: &Facts) -> Findings {
         found.problems.push(Problem::MapCount { needed, used: facts.maps, limit });
     }
     found
+}
+
+/// Judges a device on which arenas are to be registered beside others.
+pub(crate) fn device(
+    info: &DeviceInfo,
+    arenas: &[usize],
+    stride: usize,
+    m: &Memlock,
+) -> impl Iterator<Item = Problem> + use<> {
+    let pinned = info.pinning == Pinning::Pinned;
+    let memlock = memlock(info, sum(arenas), m).filter(|_| pinned);
+    regions(info, arenas, stride).into_iter().chain(memlock)
+}
+
+/// The problem there is if a device holds too few regions.
+fn regions(info: &DeviceInfo, arenas: &[usize], stride: usize) -> Option<Problem> {
+    (arenas.len() as u64 > info.max_mr).then(|| Problem::TooManyArenas {
+        device: info.name.clone(),
+        arenas: arenas.len(),
+        arena_size: stride,
+        max_mr: info.max_mr,
+    })
 }
 
 fn sum(arenas: &[usize]) -> u64 {
@@ -221,7 +243,8 @@ mod tests {
     ) -> Findings {
         let arenas = vec![arena as usize; count];
         let stride = (arena as usize).next_power_of_two();
-        judge(&Demand { info, arenas: &arenas, stride, page_sizes, base_page: BASE }, facts)
+        let infos = std::slice::from_ref(info);
+        judge(&Demand { infos, arenas: &arenas, stride, page_sizes, base_page: BASE }, facts)
     }
 
     fn kinds(problems: &[Problem]) -> Vec<&'static str> {
@@ -339,6 +362,31 @@ mod tests {
         let m = machine();
         assert_eq!(kinds(&found(&m, 13 * GIB, 1, &[BASE]).notes), ["memory"]);
         assert_eq!(kinds(&found(&m, 17 * GIB, 1, &[BASE]).problems), ["memory"]);
+    }
+
+    #[test]
+    fn every_device_counts() {
+        let mut m = machine();
+        m.memlock.exempt = false;
+        m.memlock.soft = 8 * MIB;
+        let mut few = device();
+        few.max_mr = 1;
+        let (two, arenas) = ([device(), few], [2 << 20, 2 << 20]);
+        let on = |infos: &[DeviceInfo], m: &Facts| {
+            let (arenas, page_sizes) = (&arenas, &[BASE]);
+            judge(&Demand { infos, arenas, stride: 2 << 20, page_sizes, base_page: BASE }, m)
+                .problems
+        };
+        assert!(on(&two[..1], &m).is_empty());
+        assert_eq!(kinds(&on(&two, &m)), ["too_many_arenas"], "twice 4 MiB is all there may be");
+        m.memlock.pinned = 1;
+        assert!(on(&two[..1], &m).is_empty());
+        let found = on(&two, &m);
+        assert_eq!(kinds(&found), ["too_many_arenas", "memlock"]);
+        assert!(
+            matches!(found[1], Problem::Memlock { asked, .. } if asked == 8 * MIB),
+            "{found:?}"
+        );
     }
 
     #[test]

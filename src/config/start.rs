@@ -4,7 +4,7 @@
 use parking_lot::Mutex;
 
 use super::Builder;
-use crate::{access::Access, device::DeviceInfo, error::BuildError, sys::numa};
+use crate::{access::Access, device::DeviceInfo, error::BuildError, reach::Reach, sys::numa};
 
 /// The NUMA node that the pages of a pool come from, whichever thread faults them in.
 ///
@@ -81,7 +81,7 @@ const MOST_THREADS: usize = 16;
 /// Bytes that are worth a thread.
 const PER_THREAD: usize = 64 << 20;
 
-impl Builder {
+impl<R: Reach> Builder<R> {
     /// Sets the NUMA node of all arenas; [`Numa::OfDevice`] unless set.
     pub fn numa(mut self, numa: Numa) -> Self {
         self.start.numa = numa;
