@@ -616,7 +616,7 @@ fn ten_thousand_growths_and_shrinks_under_eight_threads() {
                             assert!(buf.iter().all(|&b| b == tag), "nobody else wrote");
                             assert_eq!(pool.keys_of(&buf[buf.len() - 1]), Some(buf.keys()));
                         }
-                        if rng.below(64) == 0 {
+                        if rng.below(16) == 0 {
                             // Let others have the processor, and arenas fall empty.
                             held.clear();
                             thread::yield_now();

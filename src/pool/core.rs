@@ -132,6 +132,7 @@ impl Core {
         let core = unsafe { NonNull::new_unchecked(core) };
         // SAFETY: made just now.
         let this = unsafe { core.as_ref() };
+        this.arm_first();
         if this.grower.can_grow()
             && let Err(source) = this.grower.start(&this.own)
         {

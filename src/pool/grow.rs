@@ -231,6 +231,14 @@ impl Core {
         }
     }
 
+    /// Sets the bell for the first shortage.
+    pub(super) fn arm_first(&self) {
+        if self.grower.can_grow() {
+            let clock = self.grower.clock.lock();
+            self.arm(&clock, Duration::ZERO);
+        }
+    }
+
     /// Sets the bell for the next shortage, and rings it if there is one already.
     fn arm(&self, clock: &Clock, now: Duration) {
         let g = &self.grower;

@@ -53,7 +53,7 @@ impl Held {
         self.state.1.notify_all();
     }
 
-    /// Has the next register call panic.
+    /// Has the next register call, or the one that waits, panic.
     pub fn panic_once(&self) {
         self.state.0.lock().unwrap().panics = true;
     }
@@ -72,10 +72,10 @@ unsafe impl Registrar for Held {
     unsafe fn register(&self, request: &MrRequest) -> Result<Registration, RegisterError> {
         let mut state = self.state.0.lock().unwrap();
         state.threads.push(thread::current().name().unwrap_or_default().to_owned());
-        let panics = std::mem::take(&mut state.panics);
         state.waiting += 1;
         self.state.1.notify_all();
         let mut state = self.state.1.wait_while(state, |s| s.hold).unwrap();
+        let panics = std::mem::take(&mut state.panics);
         state.waiting -= 1;
         drop(state);
         assert!(!panics, "a registrar that panics");
