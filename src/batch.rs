@@ -197,11 +197,10 @@ impl Batch<Rails> {
         for entry in &self.entries {
             // SAFETY: an entry is here, so its core is alive.
             let core = unsafe { self.pool.core.as_ref() };
-            match core.keys_on(entry.ptr.as_ptr() as usize, device) {
-                Ok(Some(keys)) => {
+            match core.live_keys_on(entry.ptr.as_ptr() as usize, device) {
+                Ok(keys) => {
                     out.push(Sge { addr: core.wire_addr(entry.ptr), length, lkey: keys.lkey });
                 }
-                Ok(None) => {}
                 Err(e) => {
                     out.clear();
                     return Err(e);

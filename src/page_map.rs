@@ -101,6 +101,12 @@ impl PageMap {
         self.keys_of(addr).map(|_| (addr - self.base) >> self.stride_shift)
     }
 
+    /// The slot that an address of the pool's range lies in.
+    #[inline]
+    pub(crate) fn slot_at(&self, addr: usize) -> usize {
+        addr.wrapping_sub(self.base) >> self.stride_shift
+    }
+
     /// Which page of the pool an address lies in, if it lies in the pool's range.
     #[inline]
     pub(crate) fn page_of(&self, addr: usize) -> Option<u32> {

@@ -15,9 +15,8 @@ impl Buf<Rails> {
     /// [`UnknownDevice`] if the pool is not, or no longer, on that device.
     #[inline]
     pub fn keys_on(&self, device: &Device) -> Result<Keys, UnknownDevice> {
-        let keys = self.core().keys_on(self.entry.ptr.as_ptr() as usize, device)?;
-        // A live buffer's arena is published.
-        keys.ok_or_else(|| self.core().unknown(device))
+        // A live buffer's arena is there.
+        self.core().live_keys_on(self.entry.ptr.as_ptr() as usize, device)
     }
 
     /// The scatter-gather element for the whole length (cut to `u32::MAX` bytes) on one device.

@@ -189,7 +189,8 @@ impl Core {
     }
 
     #[cold]
-    pub(crate) fn unknown(&self, device: &Device) -> UnknownDevice {
+    #[inline(never)]
+    fn unknown(&self, device: &Device) -> UnknownDevice {
         let known = self.shown().map(|s| s.devices.iter().map(|d| d.name.clone()).collect());
         UnknownDevice { device: device.info().name, known: known.unwrap_or_default() }
     }
@@ -201,13 +202,25 @@ impl Core {
         addr: usize,
         device: &Device,
     ) -> Result<Option<Keys>, UnknownDevice> {
-        let found = self.rails.as_ref().and_then(|table| {
-            let rail = table.find(device.id())?;
-            let Some(slot) = self.slabs.map().slot_of(addr) else { return Some(None) };
-            Some(Some(PackedKeys::from_word(table.get(slot, rail)?)))
-        });
-        let keys = found.ok_or_else(|| self.unknown(device))?;
-        Ok(keys.map(|k| Keys { lkey: k.lkey(), rkey: self.remote.then_some(k.rkey()) }))
+        if self.slabs.map().slot_of(addr).is_some() {
+            return self.live_keys_on(addr, device).map(Some);
+        }
+        let known = self.rails.as_ref().and_then(|table| table.find(device.id()));
+        known.map(|_| None).ok_or_else(|| self.unknown(device))
+    }
+
+    /// The keys on a device of an arena that is there. Takes no lock.
+    #[inline]
+    pub(crate) fn live_keys_on(&self, addr: usize, device: &Device) -> Result<Keys, UnknownDevice> {
+        let slot = self.slabs.map().slot_at(addr);
+        if let Some(table) = &self.rails
+            && let Some(rail) = table.find(device.id())
+            && let Some(keys) = table.get(slot, rail)
+        {
+            let keys = PackedKeys::from_word(keys);
+            return Ok(Keys { lkey: keys.lkey(), rkey: self.remote.then_some(keys.rkey()) });
+        }
+        Err(self.unknown(device))
     }
 }
 
