@@ -37,6 +37,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -64,6 +65,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -110,10 +112,11 @@ pub use crate::{
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
+        FreeError, RegisterError, UnknownDevice,
     },
     local::LocalPool,
-    pool::Pool,
+    pool::{DeviceChange, Pool},
     problem::Problem,
     stats::{ClassStats, Stats},
 };
