@@ -546,7 +546,8 @@ impl Plan {
 
     /// Bytes of the arena of a slot.
     pub(crate) fn len_of(&self, slot: usize) -> usize {
-        self.arenas.iter().chain(&self.growth.more).nth(slot).copied().unwrap_or(0)
+        let more = || self.growth.more.get(slot - self.arenas.len());
+        self.arenas.get(slot).or_else(more).copied().unwrap_or(0)
     }
 
     /// The optional rights to ask for where an arena is on such pages.
@@ -583,6 +584,32 @@ mod tests {
         assert_eq!(stride(512 << 30, u64::MAX), 64 << 30);
         assert_eq!(stride(64 << 20, 5 << 20), 4 << 20);
         assert_eq!(stride(4096, u64::MAX), 4096);
+    }
+
+    #[test]
+    fn what_the_maximum_lacks_is_a_note() {
+        let asked = |capacity, max_capacity| Asked {
+            access: Access::LOCAL_WRITE,
+            capacity,
+            max_capacity,
+            arena_size: None,
+            pages: Pages::Base,
+        };
+        let mut facts = Facts::gather();
+        (facts.memory.total, facts.memory.available) = (Some(1 << 30), Some(1 << 29));
+        facts.cgroups.clear();
+        let infos = [info(u64::MAX)];
+        let examine = |a: Asked| a.examine(&infos, &facts).expect("it makes sense");
+        let (layout, found) = examine(asked(100 << 20, Some(1 << 32)));
+        assert!(found.problems.is_empty(), "{found:?}");
+        assert!(matches!(found.notes[..], [Problem::Memory { asked, .. }] if asked == 1 << 32));
+        assert_eq!((layout.stride, layout.arenas), (128 << 20, vec![100 << 20]));
+        assert_eq!(layout.more.iter().sum::<usize>(), (1 << 32) - (100 << 20));
+        assert!(layout.more[..31].iter().all(|&len| len == 128 << 20));
+        let (layout, found) = examine(asked(100 << 20, None));
+        assert!(found.notes.is_empty() && layout.more.is_empty());
+        let (_, found) = examine(asked(1 << 32, Some(1 << 33)));
+        assert_eq!((found.problems.len(), found.notes.len()), (1, 0), "said once");
     }
 
     #[test]
