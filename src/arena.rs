@@ -155,11 +155,13 @@ pub(crate) struct Standing {
     pub(crate) keys: Vec<(usize, PackedKeys)>,
 }
 
-/// Bytes that stay mapped because a device would not deregister them, over the whole process.
+/// Bytes that stay mapped because a device would not deregister them, or the system not unmap them, over
+/// the whole process.
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of this process that stay mapped and registered for ever, because a device refused to
-/// deregister them. Anything but 0 is a driver's fault worth reporting.
+/// Bytes of this process that stay mapped for ever, because a device refused to deregister them, or the
+/// system to unmap them. Anything but 0 is worth reporting: it is a driver's fault, or the process has as
+/// many mappings as it may (`vm.max_map_count`). [`Event`] tells which, and where.
 pub fn leaked_bytes() -> u64 {
     LEAKED.load(Relaxed)
 }
@@ -169,7 +171,7 @@ impl Arenas {
     /// come.
     pub(crate) fn build(mut plan: Plan) -> Result<Self, BuildError> {
         let len = plan.stride * plan.slots();
-        let reservation = Reservation::new(len, plan.stride)
+        let reservation = Reservation::new(len, plan.stride, plan.mapping.clone())
             .map_err(|source| BuildError::Reserve { len, source })?;
         let rail = |(device, info)| Some(Rail { device, info });
         let rails = plan.devices.drain(..).zip(plan.infos.drain(..)).map(rail).collect();
@@ -349,5 +351,10 @@ fn panicked(arena: usize, arenas: usize, len: usize) -> BuildError {
 impl Drop for Arenas {
     fn drop(&mut self) {
         self.take_down();
+        let hook = self.plan.hook.as_ref();
+        self.reservation.release(|addr, len, error| {
+            LEAKED.fetch_add(len as u64, Relaxed);
+            config::tell(hook, &Event::UnmapFailed { addr, len, error: &error });
+        });
     }
 }

@@ -9,7 +9,7 @@ use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
 use crate::{
     access::Access,
     device::{Device, DeviceInfo},
-    error::BuildError,
+    error::{BuildError, Bytes},
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
@@ -17,6 +17,7 @@ use crate::{
     size_class::MIN_BLOCK,
     sys::{
         limits::{self, Facts},
+        mapping_faults::StepHook,
         mmap,
     },
 };
@@ -93,6 +94,16 @@ pub enum Event<'a> {
         /// The refusal.
         error: &'a crate::error::RegisterError,
     },
+    /// The system would not unmap what a pool had; it stays mapped for ever, without memory where the
+    /// system lets go of that.
+    UnmapFailed {
+        /// First byte.
+        addr: usize,
+        /// Bytes that stay.
+        len: usize,
+        /// The refusal.
+        error: &'a std::io::Error,
+    },
     /// Hugepages were preferred and could not be had; the arena is on base pages.
     HugepagesMissing {
         /// Which arena, from 0.
@@ -159,6 +170,7 @@ pub struct Builder<R = Any> {
     start: start::Wishes,
     growth: growth::Wishes,
     _reach: PhantomData<R>,
+    mapping: StepHook,
 }
 
 impl Default for Builder {
@@ -174,6 +186,7 @@ impl Default for Builder {
             start: start::Wishes::default(),
             growth: growth::Wishes::default(),
             _reach: PhantomData,
+            mapping: StepHook::default(),
         }
     }
 }
@@ -226,6 +239,7 @@ impl Builder {
             start: self.start,
             growth: self.growth,
             _reach: PhantomData,
+            mapping: self.mapping,
         }
     }
 }
@@ -238,15 +252,18 @@ impl<R: Reach> Builder<R> {
         self
     }
 
-    /// Sets how many bytes are mapped and registered by [`build`](Builder::build), rounded up to whole
-    /// pages. Must be set.
+    /// Sets how many bytes are mapped and registered by [`build`](Builder::build). Must be set.
+    ///
+    /// Rounded up to whole pages of the size that [`pages`](Builder::pages) asks for, and that is 2 MiB unless
+    /// set, whether or not such pages are free: a capacity of 1 byte makes a pool of 2 MiB.
+    /// [`Pages::Base`] rounds to base pages (4 KiB on x86-64). `Pool::capacity` tells what came of it.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
     }
 
-    /// Sets the bytes of one arena, and so of one memory region: a power of two. It bounds the longest
-    /// buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
+    /// Sets the bytes of one arena, and so of one memory region: a power of two, at least a page (2 MiB
+    /// unless [`pages`](Builder::pages) asks for others). It bounds the longest buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
     /// the device's `max_mr_size` forces it).
     pub fn arena_size(mut self, bytes: usize) -> Self {
         self.arena_size = Some(bytes);
@@ -274,6 +291,13 @@ impl<R: Reach> Builder<R> {
         self
     }
 
+    /// Has mapping fail on demand, to test recovery with.
+    #[cfg(feature = "fault")]
+    pub fn faulty_mapping(mut self, mapping: &crate::device::FaultyMapping) -> Self {
+        self.mapping = StepHook::new(mapping.clone());
+        self
+    }
+
     /// Maps, faults in and registers all arenas, and makes the pool.
     ///
     /// # Errors
@@ -285,7 +309,9 @@ impl<R: Reach> Builder<R> {
     /// Checks everything that can be known before the first page is mapped.
     fn plan(self) -> Result<Plan, BuildError> {
         let infos: Vec<_> = self.devices.iter().map(Device::info).collect();
-        let first = infos.first().ok_or(BuildError::NoDevice)?;
+        if infos.is_empty() {
+            return Err(BuildError::NoDevice);
+        }
         if infos.len() > MOST_DEVICES {
             return Err(BuildError::TooManyDevices { asked: infos.len(), max: MOST_DEVICES });
         }
@@ -300,13 +326,12 @@ impl<R: Reach> Builder<R> {
             max_capacity: self.growth.max_capacity,
             arena_size: self.arena_size,
             pages: self.pages,
+            numa: self.start.numa,
         };
         let (Layout { capacity, stride, arenas, more, page_sizes }, found) =
             asked.examine(&infos, &Facts::gather())?;
         let growth = self.growth.plan(capacity, more)?;
-        // Of several devices on different nodes the first one's is as good as any.
-        let near = infos.iter().find(|i| i.numa_node.is_some()).unwrap_or(first);
-        let start = self.start.plan(near, self.access, capacity, page_sizes[0])?;
+        let start = self.start.plan(found.placement, self.access, capacity)?;
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
@@ -322,6 +347,7 @@ impl<R: Reach> Builder<R> {
             hook: self.hook,
             start,
             growth,
+            mapping: self.mapping,
         })
     }
 }
@@ -334,6 +360,7 @@ pub(crate) struct Asked {
     pub(crate) max_capacity: Option<usize>,
     pub(crate) arena_size: Option<usize>,
     pub(crate) pages: Pages,
+    pub(crate) numa: Numa,
 }
 
 /// How a capacity is laid out.
@@ -403,7 +430,8 @@ impl Asked {
         let (arenas, more) = (cut(capacity), cut(more));
         let judge = |arenas: &[usize]| {
             let base_page = mmap::base_page();
-            let demand = Demand { infos, arenas, stride, page_sizes: &page_sizes, base_page };
+            let (numa, page_sizes) = (self.numa, &page_sizes[..]);
+            let demand = Demand { infos, arenas, stride, page_sizes, base_page, numa };
             preflight::judge(&demand, facts)
         };
         let mut found = judge(&arenas);
@@ -434,8 +462,9 @@ pub(crate) fn refuse_device(
     let mut problems = Vec::new();
     if longest as u64 > info.max_mr_size {
         let problem = format!(
-            "is more than one memory region of {} may cover (max_mr_size {} bytes)",
-            info.name, info.max_mr_size
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
         );
         problems.push(Problem::ArenaSize { asked: longest, problem });
     }
@@ -483,19 +512,29 @@ fn arena_stride(
         return Ok(few.min(whole).min(fits).max(page));
     };
     let bad = |problem| Err(Problem::ArenaSize { asked, problem });
+    let bytes = |n: usize| Bytes(n as u64);
     if !asked.is_power_of_two() {
         return bad("is not a power of two".to_owned());
     }
     if asked > MAX {
-        return bad(format!("does not fit the address space; the most is {MAX} bytes"));
+        return bad(format!("does not fit the address space; the most is {}", bytes(MAX)));
     }
     if asked < page {
-        return bad(format!("is smaller than one page of {page} bytes"));
+        let base = mmap::base_page();
+        let smaller = match asked >= base {
+            true => format!(", or `Pages::Base`, whose pages are of {}", bytes(base)),
+            false => String::new(),
+        };
+        return bad(format!(
+            "is smaller than one page of {}: ask for at least that{smaller}",
+            bytes(page)
+        ));
     }
     if asked > max {
         return bad(format!(
-            "is more than one memory region of {} may cover (max_mr_size {max} bytes)",
-            info.name
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
         ));
     }
     // A larger stride than there are bytes would only waste address space.
@@ -536,6 +575,8 @@ pub(crate) struct Plan {
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
     pub(crate) growth: Growth,
+    /// Asked before each step of mapping.
+    pub(crate) mapping: StepHook,
 }
 
 impl Plan {
@@ -594,6 +635,7 @@ mod tests {
             max_capacity,
             arena_size: None,
             pages: Pages::Base,
+            numa: Numa::Any,
         };
         let mut facts = Facts::gather();
         (facts.memory.total, facts.memory.available) = (Some(1 << 30), Some(1 << 29));
@@ -610,6 +652,29 @@ mod tests {
         assert!(found.notes.is_empty() && layout.more.is_empty());
         let (_, found) = examine(asked(1 << 32, Some(1 << 33)));
         assert_eq!((found.problems.len(), found.notes.len()), (1, 0), "said once");
+    }
+
+    #[test]
+    fn an_arena_below_a_page_is_answered_with_the_pages_to_ask_for() {
+        let sizes = |page| Sizes { capacity: 64 << 20, more: 0, page };
+        let refusal = |asked, page| {
+            let e = arena_stride(Some(asked), sizes(page), &info(u64::MAX)).expect_err("small");
+            e.to_string()
+        };
+        let base = mmap::base_page();
+        let text = refusal(base, 2 << 20);
+        for part in [
+            "is smaller than one page of 2 MiB: ",
+            "`Pages::Base`",
+            &Bytes(base as u64).to_string(),
+        ] {
+            assert!(text.contains(part), "{part:?} in {text}");
+        }
+        assert!(!refusal(base / 2, base).contains("Pages::Base"), "that would not help");
+        let text = refusal(1 << 50, base);
+        assert!(text.contains("the most is 64 TiB"), "{text}");
+        let e = arena_stride(Some(8 << 20), sizes(base), &info(4 << 20)).expect_err("large");
+        assert!(e.to_string().contains("(max_mr_size 4 MiB)"), "{e}");
     }
 
     #[test]

@@ -30,7 +30,7 @@ use crate::{
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
-    sys::{fork, limits},
+    sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
 };
 
@@ -86,13 +86,16 @@ impl Core {
         let bell = Arc::new(Bell::new());
         let grower = Grower::new(&plan, bell.clone());
         let rails = rails.then(|| RailTable::new(plan.slots()));
+        let mapping = plan.mapping.clone();
         let arenas = Arenas::build(plan)?;
         let tables = |source| BuildError::Reserve { len: arenas.reserved() / PAGE * 4, source };
         let base = arenas.base().as_ptr() as usize;
-        let map = PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
-        let map = map.map_err(tables)?;
+        let table = || mapping.before(MapStep::Table, 0, arenas.reserved(), 0);
+        let map = || PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
+        let map = table().and_then(|()| map()).map_err(tables)?;
         let ranges = arenas.standing().map(|a| (a.offset, a.len));
-        let slabs = Slabs::new(map, ranges, max_len, pad, bell).map_err(tables)?;
+        let slabs = table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell));
+        let slabs = slabs.map_err(tables)?;
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
         let zero_based = access.contains(Access::ZERO_BASED);
