@@ -240,10 +240,13 @@ impl Arenas {
 
     /// The lowest slot that has no arena and can have one, and the length it would have.
     pub(crate) fn vacancy(&self) -> Option<(usize, usize)> {
-        let place = |slot| (slot, self.plan.len_of(slot));
-        (self.plan.arenas.len()..self.plan.slots()).map(place).find(|&(slot, len)| {
-            self.list.iter().all(|a| a.slot != slot)
-                && !self.reservation.is_spared(self.offset(slot), len)
+        // The list is in order of slots, and so is this.
+        let mut there = self.list.iter().map(|a| a.slot).peekable();
+        (self.plan.arenas.len()..self.plan.slots()).find_map(|slot| {
+            while there.next_if(|&s| s < slot).is_some() {}
+            let len = self.plan.len_of(slot);
+            let vacant = there.peek() != Some(&slot);
+            (vacant && !self.reservation.is_spared(self.offset(slot), len)).then_some((slot, len))
         })
     }
 

@@ -168,9 +168,9 @@ pub struct Builder<R = Any> {
     colouring: bool,
     hook: Option<EventHook>,
     start: start::Wishes,
-    mapping: StepHook,
     growth: growth::Wishes,
     _reach: PhantomData<R>,
+    mapping: StepHook,
 }
 
 impl Default for Builder {
@@ -184,9 +184,9 @@ impl Default for Builder {
             colouring: false,
             hook: None,
             start: start::Wishes::default(),
-            mapping: StepHook::default(),
             growth: growth::Wishes::default(),
             _reach: PhantomData,
+            mapping: StepHook::default(),
         }
     }
 }
@@ -237,9 +237,9 @@ impl Builder {
             colouring: self.colouring,
             hook: self.hook,
             start: self.start,
-            mapping: self.mapping,
             growth: self.growth,
             _reach: PhantomData,
+            mapping: self.mapping,
         }
     }
 }
@@ -346,8 +346,8 @@ impl<R: Reach> Builder<R> {
             pad: if self.colouring { MIN_BLOCK } else { 0 },
             hook: self.hook,
             start,
-            mapping: self.mapping,
             growth,
+            mapping: self.mapping,
         })
     }
 }
@@ -462,8 +462,9 @@ pub(crate) fn refuse_device(
     let mut problems = Vec::new();
     if longest as u64 > info.max_mr_size {
         let problem = format!(
-            "is more than one memory region of {} may cover (max_mr_size {} bytes)",
-            info.name, info.max_mr_size
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
         );
         problems.push(Problem::ArenaSize { asked: longest, problem });
     }
@@ -573,9 +574,9 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    pub(crate) growth: Growth,
     /// Asked before each step of mapping.
     pub(crate) mapping: StepHook,
-    pub(crate) growth: Growth,
 }
 
 impl Plan {
@@ -586,7 +587,8 @@ impl Plan {
 
     /// Bytes of the arena of a slot.
     pub(crate) fn len_of(&self, slot: usize) -> usize {
-        self.arenas.iter().chain(&self.growth.more).nth(slot).copied().unwrap_or(0)
+        let more = || self.growth.more.get(slot - self.arenas.len());
+        self.arenas.get(slot).or_else(more).copied().unwrap_or(0)
     }
 
     /// The optional rights to ask for where an arena is on such pages.
@@ -623,6 +625,33 @@ mod tests {
         assert_eq!(stride(512 << 30, u64::MAX), 64 << 30);
         assert_eq!(stride(64 << 20, 5 << 20), 4 << 20);
         assert_eq!(stride(4096, u64::MAX), 4096);
+    }
+
+    #[test]
+    fn what_the_maximum_lacks_is_a_note() {
+        let asked = |capacity, max_capacity| Asked {
+            access: Access::LOCAL_WRITE,
+            capacity,
+            max_capacity,
+            arena_size: None,
+            pages: Pages::Base,
+            numa: Numa::Any,
+        };
+        let mut facts = Facts::gather();
+        (facts.memory.total, facts.memory.available) = (Some(1 << 30), Some(1 << 29));
+        facts.cgroups.clear();
+        let infos = [info(u64::MAX)];
+        let examine = |a: Asked| a.examine(&infos, &facts).expect("it makes sense");
+        let (layout, found) = examine(asked(100 << 20, Some(1 << 32)));
+        assert!(found.problems.is_empty(), "{found:?}");
+        assert!(matches!(found.notes[..], [Problem::Memory { asked, .. }] if asked == 1 << 32));
+        assert_eq!((layout.stride, layout.arenas), (128 << 20, vec![100 << 20]));
+        assert_eq!(layout.more.iter().sum::<usize>(), (1 << 32) - (100 << 20));
+        assert!(layout.more[..31].iter().all(|&len| len == 128 << 20));
+        let (layout, found) = examine(asked(100 << 20, None));
+        assert!(found.notes.is_empty() && layout.more.is_empty());
+        let (_, found) = examine(asked(1 << 32, Some(1 << 33)));
+        assert_eq!((found.problems.len(), found.notes.len()), (1, 0), "said once");
     }
 
     #[test]

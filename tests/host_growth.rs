@@ -585,14 +585,14 @@ fn scaled(n: u64) -> u64 {
 
 #[test]
 fn ten_thousand_growths_and_shrinks_under_eight_threads() {
-    const ARENA: usize = 128 << 10;
+    const ARENA: usize = 64 << 10;
     let rounds = scaled(10_000);
     let calls = faulty(&[]);
-    let pool = soft(8 * ARENA)
+    let pool = soft(16 * ARENA)
         .device(Device::custom(calls.clone()))
         .arena_size(ARENA)
-        .max_capacity(12 * ARENA)
-        .low_watermark(ARENA)
+        .max_capacity(24 * ARENA)
+        .low_watermark(4 * ARENA)
         .growth_by_hand()
         .build()
         .unwrap();
@@ -605,7 +605,7 @@ fn ten_thousand_growths_and_shrinks_under_eight_threads() {
                     let mut rng = Rng(seed);
                     let mut held: Vec<(Buf, u8)> = Vec::new();
                     while !done.load(Relaxed) {
-                        if held.len() < 4
+                        if held.len() < 3
                             && let Ok(mut buf) = pool.alloc(rng.size(64, 8192))
                         {
                             let tag = rng.next() as u8;
@@ -634,7 +634,7 @@ fn ten_thousand_growths_and_shrinks_under_eight_threads() {
             }
             // A demand that comes and goes.
             if i % 2 == 0 {
-                peak.extend(std::iter::from_fn(|| pool.alloc(ARENA).ok()).take(8));
+                peak.extend(std::iter::from_fn(|| pool.alloc(ARENA).ok()).take(16));
             } else {
                 peak.clear();
             }

@@ -98,10 +98,8 @@ impl Arenas {
             unsafe { device.registrar().register(&MrRequest { access, ..request }) }
         };
         let ask = || super::start::with_or_without(self.plan.access, optional, call);
-        let (done, calls) = catch_unwind(AssertUnwindSafe(ask)).unwrap_or(
-            // Whether it is registered is not known: the memory stays, whatever comes.
-            (Err(None), 1),
-        );
+        // After a panic it is not known whether it is registered: the memory stays, whatever comes.
+        let (done, calls) = catch_unwind(AssertUnwindSafe(ask)).unwrap_or((Err(None), 1));
         self.register_calls += calls;
         match done {
             Ok(registration) => {

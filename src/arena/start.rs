@@ -44,7 +44,8 @@ pub(super) struct Quietly<'a> {
 }
 
 /// Brings the arenas of some slots up, or as many as stood when the first error came, or when it was told to
-/// stop. Of those that then are not in the list nothing is left.
+/// stop. Beside a pool at work, nothing is left of those that then are not in the list; else that goes with
+/// the reservation.
 pub(super) fn run(
     arenas: &mut Arenas,
     slots: &[usize],
@@ -92,8 +93,7 @@ pub(super) fn run(
         start.work_on(threads);
     }
     let State { coming, list, error, .. } = start.state.into_inner();
-    for (index, coming) in coming.iter().enumerate() {
-        let slot = slots[index];
+    for (&slot, coming) in slots.iter().zip(&coming).filter(|_| stop.is_some()) {
         if coming.mapped && list.iter().all(|a| a.slot != slot) {
             // SAFETY: mapped here, in no register call that succeeded, and nobody else was told of it.
             unsafe { reservation.unback(slot * plan.stride, plan.len_of(slot)) };

@@ -59,7 +59,7 @@ pub(super) fn place(
         Numa::Interleave => return Placement::Interleave(nodes.usable.clone()),
         Numa::OfDevice => {
             // Of several devices on different nodes the first one's is as good as any.
-            let node = demand.infos.iter().find_map(|i| i.numa_node).filter(usable);
+            let node = demand.infos.iter().find_map(|i| i.numa_node.filter(usable));
             return node.map_or(Placement::Anywhere, Placement::Near);
         }
         Numa::Node(node) if usable(&node) => return Placement::On(node),

@@ -207,8 +207,8 @@ fn every_device_counts() {
     let (two, arenas) = ([device(), few], [2 << 20, 2 << 20]);
     let on = |infos: &[DeviceInfo], m: &Facts| {
         let (arenas, page_sizes, numa) = (&arenas, &[BASE], Numa::OfDevice);
-        judge(&Demand { infos, arenas, stride: 2 << 20, page_sizes, base_page: BASE, numa }, m)
-            .problems
+        let (stride, base_page) = (2 << 20, BASE);
+        judge(&Demand { infos, arenas, stride, page_sizes, base_page, numa }, m).problems
     };
     assert!(on(&two[..1], &m).is_empty());
     assert_eq!(kinds(&on(&two, &m)), ["too_many_arenas"], "twice 4 MiB is all there may be");
