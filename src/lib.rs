@@ -44,6 +44,8 @@ mod error;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
+pub mod reach;
+#[cfg(not(loom))]
 mod size_class;
 mod sync;
 
