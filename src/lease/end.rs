@@ -13,6 +13,7 @@ use crate::{
     access::{Access, LKey, RKey},
     buf::Buf,
     device::{Device, SoftDevice, SoftPart, WindowId},
+    reach::OneDevice,
 };
 
 /// A memory window.
@@ -47,6 +48,10 @@ pub(super) struct Target {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sent {
     Done,
+    #[cfg_attr(
+        not(any(feature = "rdma-sys", feature = "rdma-mummy-sys")),
+        expect(dead_code, reason = "only verbs report")
+    )]
     Underway,
 }
 
@@ -89,7 +94,11 @@ impl Through<'_> {
     }
 
     /// Where the buffer lies for a window, if its region can be bound to with these rights.
-    pub(super) fn target(&self, buf: &Buf, rights: Access) -> Result<Target, LeaseError> {
+    pub(super) fn target(
+        &self,
+        buf: &Buf<impl OneDevice>,
+        rights: Access,
+    ) -> Result<Target, LeaseError> {
         let (ptr, len, sge) = (buf.as_ptr() as usize, buf.len(), buf.sge());
         if len == 0 {
             return Err(LeaseError::Empty);
@@ -256,10 +265,12 @@ impl Through<'_> {
         match self.end {
             End::Soft => {
                 for window in windows {
-                    if let Window::Soft(id, _) = window {
-                        let done = self.soft().invalidate_window(*id);
-                        done.map_err(self.soft_error("soft invalidate"))?;
-                    }
+                    let done = match window {
+                        Window::Soft(id, _) => self.soft().invalidate_window(*id),
+                        #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+                        Window::Verbs(_) => unreachable!("a window is of its end's kind"),
+                    };
+                    done.map_err(self.soft_error("soft invalidate"))?;
                 }
                 Ok(Sent::Done)
             }

@@ -7,6 +7,7 @@ use crate::{
     buf::Buf,
     device::{Guarantees, LeaseSupport},
     error::Bytes,
+    reach::{Any, OneDevice},
 };
 
 /// Why a lease could not be had, ended or exchanged.
@@ -139,11 +140,11 @@ impl LeaseError {
 /// A buffer was not leased.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
-pub struct Refused {
+pub struct Refused<R: OneDevice = Any> {
     /// The buffer, untouched. `None` if the device may still let a peer reach it: it had begun, failed, and
     /// would not be undone either. The buffer is then kept out of use for ever and counted, see
     /// [`leaked`](super::leaked).
-    pub buf: Option<Buf>,
+    pub buf: Option<Buf<R>>,
     /// Why not.
     #[source]
     pub error: LeaseError,
@@ -171,22 +172,22 @@ pub struct RevokeError {
 
 /// An exchange failed. The old lease has ended in any case.
 #[derive(Debug)]
-pub struct ExchangeError {
+pub struct ExchangeError<R: OneDevice = Any> {
     /// The buffer whose lease was to end; `None` if it had to be kept out of use.
-    pub ended: Option<Buf>,
+    pub ended: Option<Buf<R>>,
     /// The buffer that was to be leased; `None` likewise.
-    pub next: Option<Buf>,
+    pub next: Option<Buf<R>>,
     /// What failed.
     pub error: LeaseError,
 }
 
-impl fmt::Display for ExchangeError {
+impl<R: OneDevice> fmt::Display for ExchangeError<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(&self.error, f)
     }
 }
 
-impl std::error::Error for ExchangeError {
+impl<R: OneDevice> std::error::Error for ExchangeError<R> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         Some(&self.error)
     }

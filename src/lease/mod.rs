@@ -67,6 +67,7 @@ use crate::{
     access::{Access, RKey, RemoteBuf, Sge},
     buf::Buf,
     device::Guarantees,
+    reach::{Any, OneDevice},
 };
 /// What a lease permits, and what it has to be relied on for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -111,7 +112,7 @@ impl From<Access> for Terms {
     }
 }
 
-impl Buf {
+impl<R: OneDevice> Buf<R> {
     /// Leases this buffer's `len` bytes, and none beside them, to the peer at the other end of `qp`, under
     /// a key of its own. The lease keeps the buffer; [`Lease::revoke`] gives it back.
     ///
@@ -125,7 +126,7 @@ impl Buf {
     /// [`Closed`](LeaseError::Closed), [`ForeignProcess`](LeaseError::ForeignProcess) before anything is
     /// posted; [`Call`](LeaseError::Call), [`Completion`](LeaseError::Completion),
     /// [`TimedOut`](LeaseError::TimedOut) after.
-    pub fn lease(self, qp: &LeaseQp, terms: impl Into<Terms>) -> Result<Lease, Refused> {
+    pub fn lease(self, qp: &LeaseQp, terms: impl Into<Terms>) -> Result<Lease<R>, Refused<R>> {
         let inner = &qp.inner;
         let terms = terms.into();
         let rights = terms.rights;
@@ -166,15 +167,15 @@ impl Buf {
 /// [counted](leaked).
 ///
 /// [`QpOptions::timeout`]: QpOptions#structfield.timeout
-pub struct Lease {
-    buf: ManuallyDrop<Buf>,
+pub struct Lease<R: OneDevice = Any> {
+    buf: ManuallyDrop<Buf<R>>,
     inner: Arc<Inner>,
     slot: u32,
     rkey: RKey,
     rights: Access,
 }
 
-impl Lease {
+impl<R: OneDevice> Lease<R> {
     /// What the peer needs.
     pub fn remote(&self) -> RemoteBuf {
         RemoteBuf { addr: self.buf.sge().addr, len: self.buf.len() as u64, rkey: self.rkey }
@@ -236,7 +237,7 @@ impl Lease {
     ///
     /// # Errors
     /// [`RevokeError`], if neither was possible. The buffer is kept out of use for ever.
-    pub fn revoke(self) -> Result<Buf, RevokeError> {
+    pub fn revoke(self) -> Result<Buf<R>, RevokeError> {
         let (buf, inner, slot) = self.into_parts();
         match inner.end(slot) {
             Ok(()) => Ok(buf),
@@ -260,9 +261,9 @@ impl Lease {
     /// [`ExchangeError`], with both buffers; this lease has ended then too.
     pub fn exchange(
         self,
-        next: Buf,
+        next: Buf<R>,
         terms: impl Into<Terms>,
-    ) -> Result<(Buf, Lease), ExchangeError> {
+    ) -> Result<(Buf<R>, Self), ExchangeError<R>> {
         let terms = terms.into();
         let inner = self.inner.clone();
         let target = terms
@@ -303,7 +304,7 @@ impl Lease {
         answer
     }
 
-    fn into_parts(self) -> (Buf, Arc<Inner>, u32) {
+    fn into_parts(self) -> (Buf<R>, Arc<Inner>, u32) {
         let mut this = ManuallyDrop::new(self);
         let slot = this.slot;
         // SAFETY: `this` is never dropped nor used again, so each field is moved out of once.
@@ -311,7 +312,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl<R: OneDevice> Drop for Lease<R> {
     fn drop(&mut self) {
         // SAFETY: taken once, by the drop itself; `self.buf` is not used again.
         let buf = unsafe { ManuallyDrop::take(&mut self.buf) };
@@ -319,14 +320,14 @@ impl Drop for Lease {
             // The parent's, lease and buffer; this process's copy is left alone.
             std::mem::forget(buf);
         } else if self.inner.routed() {
-            self.inner.end_later(self.slot, buf);
+            self.inner.end_later(self.slot, buf.reached());
         } else if self.inner.end(self.slot).is_err() {
             keep_out(buf);
         }
     }
 }
 
-impl fmt::Debug for Lease {
+impl<R: OneDevice> fmt::Debug for Lease<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease")
             .field("remote", &self.remote())

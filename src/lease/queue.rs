@@ -563,7 +563,7 @@ impl Inner {
 
 /// Keeps a buffer out of use for ever: a peer may still reach it. Its pool counts it as live, and so never
 /// deregisters its arena.
-pub(super) fn keep_out(buf: Buf) {
+pub(super) fn keep_out<R>(buf: Buf<R>) {
     LEAKED.fetch_add(1, Relaxed);
     mem::forget(buf);
 }

@@ -124,6 +124,7 @@ impl QpPtr {
     }
 
     /// The `ibv_qp *`.
+    #[cfg(feature = "loopback")]
     pub(crate) fn as_raw(self) -> *mut c_void {
         self.0.as_ptr().cast()
     }
