@@ -171,7 +171,7 @@ impl Through<'_> {
         }
     }
 
-    /// Binds a window that is bound to nothing.
+    /// Binds a window that is bound to nothing. Without `report` it is heard of only if it fails.
     ///
     /// # Safety
     /// The end's queue pair exists; the target's region is registered, and stays so until the window is
@@ -182,9 +182,10 @@ impl Through<'_> {
         window: &mut Window,
         target: &Target,
         rights: Access,
+        report: bool,
     ) -> Result<Sent, LeaseError> {
         // SAFETY: passed on.
-        unsafe { self.invalidate_and_bind(wr_id, None, window, target, rights) }
+        unsafe { self.invalidate_and_bind(wr_id, None, window, target, rights, report) }
     }
 
     /// Ends what a window is bound to and binds it anew, in one post.
@@ -200,7 +201,7 @@ impl Through<'_> {
     ) -> Result<Sent, LeaseError> {
         let old = window.rkey();
         // SAFETY: passed on.
-        unsafe { self.invalidate_and_bind(wr_id, Some(old), window, target, rights) }
+        unsafe { self.invalidate_and_bind(wr_id, Some(old), window, target, rights, true) }
     }
 
     /// # Safety
@@ -217,6 +218,7 @@ impl Through<'_> {
         window: &mut Window,
         target: &Target,
         rights: Access,
+        report: bool,
     ) -> Result<Sent, LeaseError> {
         match (self.end, window) {
             (End::Soft, Window::Soft(id, rkey)) => {
@@ -238,9 +240,11 @@ impl Through<'_> {
                 // to (contract; `target` looked). The window is of the device's PD, which is the queue
                 // pair's (`LeaseQp` looked), and is unbound now, or by the step before.
                 let posted = match old {
-                    None => unsafe { qp.post(wr_id, &mut [bind]) },
+                    None => unsafe { qp.post(wr_id, &mut [bind], report) },
                     // SAFETY: as above.
-                    Some(old) => unsafe { qp.post(wr_id, &mut [Step::Invalidate(old), bind]) },
+                    Some(old) => unsafe {
+                        qp.post(wr_id, &mut [Step::Invalidate(old), bind], report)
+                    },
                 };
                 posted.map(|()| Sent::Underway).map_err(|(_, e)| self.call_error(e))
             }
@@ -281,7 +285,7 @@ impl Through<'_> {
                     std::array::from_fn(|i| Step::Invalidate(key(i)));
                 let n = windows.len().min(CHAIN);
                 // SAFETY: the queue pair exists, the windows are bound (contract).
-                let posted = unsafe { qp.post(wr_id, &mut steps[..n]) };
+                let posted = unsafe { qp.post(wr_id, &mut steps[..n], true) };
                 posted.map(|()| Sent::Underway).map_err(|(_, e)| self.call_error(e))
             }
         }

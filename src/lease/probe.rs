@@ -284,7 +284,7 @@ mod trial {
     /// As for [`QpPtr::post`], and nobody else polls the queue pair's send completions.
     unsafe fn posted(qp: QpPtr, step: Step<'_>) -> Result<(), Option<u32>> {
         // SAFETY: passed on.
-        unsafe { qp.post(1, &mut [step]) }.map_err(|_| None)?;
+        unsafe { qp.post(1, &mut [step], true) }.map_err(|_| None)?;
         // SAFETY: the queue pair exists (passed on).
         let cq = unsafe { qp.send_cq() }.ok_or(None)?;
         let deadline = Instant::now() + PATIENCE;

@@ -89,8 +89,11 @@ pub struct LeaseStats {
     pub live: usize,
     /// Revocations that were posted by a dropped lease and have not completed.
     pub ending: usize,
-    /// Leases that were bound.
+    /// Leases that were posted.
     pub leased: u64,
+    /// Requests that ended in error and that no call waited for: binds, whose keys never worked then, or
+    /// revocations, which were then forced.
+    pub failed: u64,
     /// Leases that were ended by invalidating their window.
     pub invalidated: u64,
     /// Leases that were ended by giving their window back, since it could not be invalidated.
@@ -131,6 +134,7 @@ pub(super) struct Inner {
     generation: u32,
     next: AtomicU64,
     leased: AtomicU64,
+    failed: AtomicU64,
     invalidated: AtomicU64,
     forced: AtomicU64,
     leaked: AtomicU64,
@@ -170,7 +174,13 @@ pub(super) enum Failure {
 
 const SEQUENCE: u64 = (1 << 48) - 1;
 /// How often a wait looks before it gives the processor away between looks.
-const LOOKS: u32 = 16;
+const LOOKS: u32 = 2;
+/// How often it then gives it away before it looks at the clock, too.
+const UNTIMED: u32 = 16;
+/// Of how many binds that nobody waits for one reports.
+const REPORT_EVERY: u64 = 16;
+const BINDING: &str = "binding a memory window";
+const INVALIDATING: &str = "invalidating a memory window";
 
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
@@ -276,6 +286,7 @@ impl LeaseQp {
             generation: fork::generation(),
             next: AtomicU64::new(1),
             leased: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
             invalidated: AtomicU64::new(0),
             forced: AtomicU64::new(0),
             leaked: AtomicU64::new(0),
@@ -341,6 +352,7 @@ impl LeaseQp {
             live,
             ending,
             leased: inner.leased.load(Relaxed),
+            failed: inner.failed.load(Relaxed),
             invalidated: inner.invalidated.load(Relaxed),
             forced: inner.forced.load(Relaxed),
             leaked: inner.leaked.load(Relaxed),
@@ -404,22 +416,36 @@ impl Inner {
     /// Binds a window to a buffer.
     ///
     /// The caller has [entered](Inner::enter).
-    pub(super) fn bind(&self, target: &Target, rights: Access) -> Result<Window, Failure> {
+    pub(super) fn bind(
+        &self,
+        target: &Target,
+        rights: Access,
+        wait: bool,
+    ) -> Result<Window, Failure> {
         let through = self.through();
         let mut window = through.take().map_err(Failure::Undone)?;
-        let done = self.run("binding a memory window", !self.routed(), |wr_id| {
+        let n = self.leased.fetch_add(1, Relaxed);
+        // A send queue gets room again by what is reported.
+        let report = wait || n % REPORT_EVERY == 0;
+        let done = self.run(BINDING, wait, |wr_id| {
             // SAFETY: the caller has entered, so the queue pair is not closed, and exists. The target's
             // region is registered while the lease has its buffer, which it has until the window is
             // unbound, or for ever. A window that was taken is bound to nothing.
-            unsafe { through.bind(wr_id, &mut window, target, rights) }
+            unsafe { through.bind(wr_id, &mut window, target, rights, report) }
         });
         match done {
             Ok(()) => {
-                self.leased.fetch_add(1, Relaxed);
+                if report && !wait && !self.routed() {
+                    // What failed shows in the counts, and to whoever waits next.
+                    let _ = self.poll();
+                }
                 Ok(window)
             }
             // Whatever became of the request: without its window it can do nothing.
-            Err(e) => Err(self.force(window, e)),
+            Err(e) => {
+                self.leased.fetch_sub(1, Relaxed);
+                Err(self.force(window, e))
+            }
         }
     }
 
@@ -455,7 +481,7 @@ impl Inner {
         let window = self.take_out(slot)?;
         let Some(window) = window else { return Ok(()) };
         let through = self.through();
-        let done = self.run("invalidating a memory window", true, |wr_id| {
+        let done = self.run(INVALIDATING, true, |wr_id| {
             // SAFETY: `open` is held, and closing leaves no window in a slot, so it is not closed and the
             // queue pair exists. The window was in a slot, and so is bound, through this queue pair.
             unsafe { through.invalidate(wr_id, slice::from_ref(&window)) }
@@ -678,12 +704,14 @@ impl Inner {
     }
 
     fn wait(&self, wr_id: u64, operation: &'static str) -> Result<(), LeaseError> {
-        let deadline = Instant::now() + self.timeout;
-        let (mut looks, mut late) = (0, false);
+        // Most waits end before the clock need be read, which is slow on some machines.
+        let mut deadline = None;
+        let (mut looks, mut late) = (0_u32, false);
         loop {
             let mut arrivals = self.arrivals.lock();
             if self.routed() && matches!(arrivals.get(&wr_id), Some(Awaited::Call)) {
-                late = self.arrived.wait_until(&mut arrivals, deadline).timed_out();
+                let until = *deadline.get_or_insert_with(|| Instant::now() + self.timeout);
+                late = self.arrived.wait_until(&mut arrivals, until).timed_out();
             }
             let come = match arrivals.get(&wr_id) {
                 Some(&Awaited::Come(status, vendor_err)) => {
@@ -702,13 +730,16 @@ impl Inner {
             }
             match self.poll() {
                 Ok(0) => {
-                    looks += 1;
+                    looks = looks.saturating_add(1);
                     if looks < LOOKS {
                         hint::spin_loop();
-                    } else {
-                        late = Instant::now() > deadline;
-                        // A soft device needs the processor to make progress.
-                        thread::yield_now();
+                        continue;
+                    }
+                    // A soft device needs the processor to make progress.
+                    thread::yield_now();
+                    if looks > LOOKS + UNTIMED {
+                        let until = *deadline.get_or_insert_with(|| Instant::now() + self.timeout);
+                        late = Instant::now() > until;
                     }
                 }
                 Ok(_) => {}
@@ -764,11 +795,16 @@ impl Inner {
                     return true;
                 };
                 drop(arrivals);
-                let how = judge("invalidating a memory window", status, vendor_err);
+                if status != 0 {
+                    self.failed.fetch_add(1, Relaxed);
+                }
+                let how = judge(INVALIDATING, status, vendor_err);
                 self.ended(window, buf, how);
             }
             // Of a chain each request that fails reports; the first says why.
-            Some(Awaited::Come(..)) | None => {}
+            Some(Awaited::Come(..)) => {}
+            None if status != 0 => drop(self.failed.fetch_add(1, Relaxed)),
+            None => {}
         }
         true
     }

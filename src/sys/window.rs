@@ -159,7 +159,7 @@ impl QpPtr {
     }
 
     /// Posts up to [`CHAIN`] steps, all with the same number, in one call; of those that succeed only the
-    /// last reports. The windows have their new keys when this returns. On an error it also says how many
+    /// last reports, and that only if it is to. The windows have their new keys when this returns. On an error it also says how many
     /// of the steps were posted all the same.
     ///
     /// # Safety
@@ -172,6 +172,7 @@ impl QpPtr {
         self,
         wr_id: u64,
         steps: &mut [Step<'_>],
+        report: bool,
     ) -> Result<(), (usize, CallError)> {
         // SAFETY: `ibv_send_wr` is integers, pointers and unions of such, for which zero is valid.
         let mut chain: [ffi::ibv_send_wr; CHAIN] = unsafe { mem::zeroed() };
@@ -200,7 +201,9 @@ impl QpPtr {
             }
         }
         let Some(last) = n.checked_sub(1) else { return Ok(()) };
-        chain[last].send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+        if report {
+            chain[last].send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+        }
         let first = chain.as_mut_ptr();
         for i in 0..last {
             // SAFETY: `i + 1 <= last < CHAIN`, so both are elements of the array.
