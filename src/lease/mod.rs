@@ -43,8 +43,8 @@
 //!
 //! # Cost, and what is allocated
 //! Windows are allocated once and rest in the device's PD while nobody needs them; [`LeaseQp::reserve`]
-//! allocates ahead. Binding and invalidating are one work request each on the lease's queue pair; the
-//! second is waited for. [`Lease::exchange`] does both in one post. `pinpool bench lease` compares that with registering.
+//! allocates ahead. Binding and invalidating are one work request each on the lease's queue pair, waited
+//! for. [`Lease::exchange`] chains both in one post, and closing a [`LeaseQp`] up to sixteen. `pinpool bench lease` compares that with registering.
 //!
 //! # Keys come back
 //! A window's key has 24 bits that stay and eight that count on with each bind, so after 256 leases of one
@@ -74,19 +74,22 @@ use crate::{
 pub struct Terms {
     rights: Access,
     require: Guarantees,
-    confirm: bool,
+    wait: bool,
 }
 
 impl Terms {
     /// A lease of these rights: any of [`Access::REMOTE`]. Requires [`Guarantees::REVOCATION`].
     pub const fn new(rights: Access) -> Self {
-        Self { rights, require: Guarantees::REVOCATION, confirm: false }
+        Self { rights, require: Guarantees::REVOCATION, wait: true }
     }
 
-    /// Has [`Buf::lease`] wait until the key works, or say why it does not: for a key that goes to the peer
-    /// by another way than the lease's queue pair. Not with [`Completions::Routed`].
-    pub const fn confirmed(mut self) -> Self {
-        self.confirm = true;
+    /// Has [`Buf::lease`] not wait until the key works. It then works for whatever the peer does upon a
+    /// message that is sent *through the same queue pair* from now on, since a queue pair binds before it
+    /// goes on to the next request; by another way (another queue pair, a socket) the peer could be too
+    /// early. A bind that fails is told by the queue pair's state, and counted in
+    /// [`LeaseStats::failed`].
+    pub const fn in_order(mut self) -> Self {
+        self.wait = false;
         self
     }
 
@@ -124,10 +127,8 @@ impl<R: OneDevice> Buf<R> {
     /// Leases this buffer's `len` bytes, and none beside them, to the peer at the other end of `qp`, under
     /// a key of its own. The lease keeps the buffer; [`Lease::revoke`] gives it back.
     ///
-    /// The key works for whatever the peer does upon a message that is sent through the same queue pair
-    /// from now on: a queue pair binds before it goes on to the next request. A key that goes another way
-    /// (another queue pair, a socket) could be there sooner, so ask for [`Terms::confirmed`] there; a lease
-    /// then costs one more completion.
+    /// When this returns, the key works; see [`Terms::in_order`], which is how it always is with
+    /// [`Completions::Routed`].
     ///
     /// # Errors
     /// [`Refused`], with the buffer: [`LeaseError::NotBindable`] if the pool was built without
@@ -147,7 +148,7 @@ impl<R: OneDevice> Buf<R> {
             let undone = Failure::Undone;
             let _open = inner.enter().map_err(undone)?;
             let target = inner.through().target(&self, rights).map_err(undone)?;
-            let window = inner.bind(&target, rights, terms.confirm && !inner.routed())?;
+            let window = inner.bind(&target, rights, terms.wait && !inner.routed())?;
             Ok((window.rkey(), inner.put_in(window)))
         };
         match bound() {

@@ -12,7 +12,6 @@ use pinpool::loopback::Pair;
 use pinpool::{
     Access, Buf, Device, LeaseQp, PageSize, Pages, Pool,
     device::{MrRequest, Registrar},
-    lease::Terms,
 };
 use serde_json::{Value, json};
 
@@ -45,13 +44,13 @@ pub(crate) struct Args {
 }
 
 const METHOD: &str = "\
-Method: One pool, one buffer of each size. lease: Buf::lease and Lease::revoke, which waits \
-until the key is refused; the key was to be sent through the same queue pair, so binding is not waited for. \
-confirmed: the same, but Buf::lease waits until the key works. exchange: Lease::exchange, which ends one \
-lease and begins the next in one post, as a server does that always has one out. register: the same buffer's memory is registered with a key of its own and deregistered. All \
-grant the peer the same right, to write. The sides take turns, in runs of 20 after one that is not \
-counted, so that none pays for what the one before it left in the caches; the figures are medians, less \
-the least cost of reading the clock.
+Method: One pool, one queue pair. lease: Lease::exchange, which ends the lease of one buffer and leases \
+another of that size, chained in one post, as a server does that always has one out: one lease and one \
+revocation, waited for until the new key works and the old one is refused. apart: Buf::lease and \
+Lease::revoke, each posted and waited for by itself. register: a buffer's memory is registered with a key \
+of its own and deregistered. All grant the peer the same right, to write. The sides take turns, in runs of \
+20 after one that is not counted, so that none pays for what the one before it left in the caches; the \
+figures are medians, less the least cost of reading the clock.
 
 Bias: One thread, one queue pair, nothing else under way on it. On a device made of software, or in an \
 emulated guest, a completion waits for the system to run the device's code. The software device's \
@@ -107,8 +106,7 @@ struct Bench {
 struct Row {
     bytes: usize,
     lease: Vec<f64>,
-    confirmed: Vec<f64>,
-    exchange: Vec<f64>,
+    apart: Vec<f64>,
     register: Vec<f64>,
 }
 
@@ -157,8 +155,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         let mut table = Table::new(&[
             "size",
             "lease +\nrevoke",
-            "the same,\nconfirmed",
-            "exchange",
+            "posted\napart",
             "register +\nderegister",
             "lease /\nregister",
         ]);
@@ -211,19 +208,14 @@ impl Bench {
         buf = self.prove(buf)?;
         self.qp.reserve(2).map_err(failed)?;
         let ns = |d: Duration| d.saturating_sub(self.clock).as_nanos() as f64;
-        while row.lease.len() < samples {
+        while row.register.len() < samples {
             if interrupted() {
                 return Err(Failure::Interrupted);
             }
             for i in 0..=RUN {
-                let (took, back) = self.lease(buf, Terms::new(RIGHTS))?;
+                let (took, back) = self.apart(buf)?;
                 buf = back;
-                row.lease.extend((i > 0).then(|| ns(took)));
-            }
-            for i in 0..=RUN {
-                let (took, back) = self.lease(buf, Terms::new(RIGHTS).confirmed())?;
-                buf = back;
-                row.confirmed.extend((i > 0).then(|| ns(took)));
+                row.apart.extend((i > 0).then(|| ns(took)));
             }
             let mut lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
             for i in 0..=RUN {
@@ -231,21 +223,21 @@ impl Bench {
                 let (ended, next) = lease.exchange(other, RIGHTS).map_err(failed)?;
                 let took = start.elapsed();
                 (other, lease) = (ended, next);
-                row.exchange.extend((i > 0).then(|| ns(took)));
+                row.lease.extend((i > 0).then(|| ns(took)));
             }
             buf = lease.revoke().map_err(failed)?;
             for i in 0..=RUN {
                 let took = self.register(&buf)?;
                 row.register.extend((i > 0).then(|| ns(took)));
             }
-            progress.share(row.lease.len() as f64 / samples as f64);
+            progress.share(row.register.len() as f64 / samples as f64);
         }
         Ok(row)
     }
 
-    fn lease(&self, buf: Buf, terms: Terms) -> Result<(Duration, Buf), Failure> {
+    fn apart(&self, buf: Buf) -> Result<(Duration, Buf), Failure> {
         let start = Instant::now();
-        let lease = buf.lease(&self.qp, terms).map_err(failed)?;
+        let lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
         let buf = lease.revoke().map_err(failed)?;
         Ok((start.elapsed(), buf))
     }
@@ -281,8 +273,7 @@ impl Bench {
         buf[0] = 0;
         let mut from = self.pool.alloc(GRANULE).map_err(failed)?;
         from[0] = MARK;
-        let terms = Terms::new(RIGHTS).confirmed();
-        let lease = buf.lease(&self.qp, terms).map_err(failed)?;
+        let lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
         let to = lease.remote();
         match &mut self.peer {
             Peer::Soft => {
@@ -317,31 +308,28 @@ fn connect(device: &Device) -> Result<(Peer, LeaseQp), Failure> {
 }
 
 impl Row {
-    /// Medians: lease, confirmed lease, exchange, register.
-    fn medians(&self) -> [f64; 4] {
-        [&self.lease, &self.confirmed, &self.exchange, &self.register]
-            .map(|s| Summary::of(s).map_or(0.0, |s| s.median))
+    /// Medians: lease, apart, register.
+    fn medians(&self) -> [f64; 3] {
+        [&self.lease, &self.apart, &self.register].map(|s| Summary::of(s).map_or(0.0, |s| s.median))
     }
 
     fn json(&self) -> Value {
-        let [lease, confirmed, exchange, register] = self.medians().map(report::rounded);
+        let [lease, apart, register] = self.medians().map(report::rounded);
         json!({
             "bytes": self.bytes,
             "lease_ns": lease,
             "register_ns": register,
-            "confirmed_ns": confirmed,
-            "exchange_ns": exchange,
+            "apart_ns": apart,
             "samples": self.lease.len(),
         })
     }
 
     fn cells(&self) -> Vec<String> {
-        let [lease, confirmed, exchange, register] = self.medians();
+        let [lease, apart, register] = self.medians();
         vec![
             show_bytes(self.bytes),
             report::show_ns(lease),
-            report::show_ns(confirmed),
-            report::show_ns(exchange),
+            report::show_ns(apart),
             report::show_ns(register),
             format!("{:.2}", lease / register),
         ]
