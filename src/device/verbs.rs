@@ -13,8 +13,7 @@ use parking_lot::RwLock;
 
 use super::{
     Device, DeviceInfo, Kind, MrHandle, MrRequest, Pinning, PortInfo, Registrar, Registration,
-    Surveyed,
-    window::{LeaseSupport, WindowPool},
+    Surveyed, window::WindowPool,
 };
 use crate::{
     access::{Access, LKey},
@@ -46,7 +45,6 @@ pub enum ForkSupport {
 pub struct VerbsDevice {
     // Given back before the PD.
     windows: WindowPool,
-    support: OnceLock<LeaseSupport>,
     /// What is registered here, by lkey: what windows can be bound to.
     regions: RwLock<HashMap<LKey, Region>>,
     pd: Arc<Pd>,
@@ -69,7 +67,6 @@ impl VerbsDevice {
         let (info, _) = describe(context).map_err(|e| device_error(context.name(), e))?;
         Ok(Self {
             windows: WindowPool::default(),
-            support: OnceLock::new(),
             regions: RwLock::default(),
             pd: Arc::new(pd),
             info,
@@ -120,11 +117,6 @@ impl VerbsDevice {
     /// A window that is bound to nothing.
     pub(crate) fn take_window(&self) -> Result<Window, CallError> {
         self.windows.take(&self.pd)
-    }
-
-    /// Where to keep what its windows were found to hold.
-    pub(crate) fn support(&self) -> &OnceLock<LeaseSupport> {
-        &self.support
     }
 
     pub(crate) fn shared_pd(&self) -> &Arc<Pd> {

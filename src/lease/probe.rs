@@ -6,7 +6,7 @@ use crate::device::{Device, Guarantees, LeaseSupport};
 
 impl Device {
     /// Finds out what leases on this device can be relied on for; see [`Guarantees`]. The software device
-    /// is known; a verbs device is tried, once, which moves a few bytes from one of its ports to itself,
+    /// is known; a verbs device is tried, once a process, which moves a few bytes from one of its ports to itself,
     /// registers three pages for as long, and may take some tenths of a second.
     ///
     /// ```
@@ -28,7 +28,7 @@ impl Device {
         }
         #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
         if let Some(verbs) = self.as_verbs() {
-            return verbs.support().get_or_init(|| trial::run(self, verbs)).clone();
+            return trial::once(self, verbs);
         }
         LeaseSupport::none(
             "its registrar has no windows; lease through the device that it wraps, if that is one",
@@ -40,10 +40,13 @@ impl Device {
 mod trial {
     use std::{
         alloc::{self, Layout},
+        collections::BTreeMap,
         ptr::NonNull,
         thread,
         time::{Duration, Instant},
     };
+
+    use parking_lot::Mutex;
 
     use super::{Device, Guarantees, LeaseSupport};
     use crate::{
@@ -62,7 +65,25 @@ mod trial {
     /// Whatever is seen has to have happened in this time; a device answers itself in microseconds.
     const PATIENCE: Duration = Duration::from_secs(5);
 
-    pub(super) fn run(device: &Device, verbs: &VerbsDevice) -> LeaseSupport {
+    /// What was found, by the devices' names.
+    static KNOWN: Mutex<BTreeMap<String, LeaseSupport>> = Mutex::new(BTreeMap::new());
+
+    /// Tries, unless that was done on this device. What could not be tried is tried again.
+    pub(super) fn once(device: &Device, verbs: &VerbsDevice) -> LeaseSupport {
+        // Held meanwhile, so that threads do not try at the same time.
+        let mut known = KNOWN.lock();
+        let name = device.info().name;
+        if let Some(support) = known.get(&name) {
+            return support.clone();
+        }
+        let support = run(device, verbs);
+        if !support.windows || support.untried().is_empty() {
+            known.insert(name, support.clone());
+        }
+        support
+    }
+
+    fn run(device: &Device, verbs: &VerbsDevice) -> LeaseSupport {
         let found = Trial::new(device, verbs).and_then(|mut trial| trial.all());
         match found {
             Ok(support) => support,

@@ -13,7 +13,7 @@ use std::{
     fmt, hint, mem, slice,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread,
     time::{Duration, Instant},
@@ -126,6 +126,9 @@ pub(super) struct Inner {
     arrived: Condvar,
     /// Held shared by whatever touches the queue pair; false once closed.
     open: RwLock<bool>,
+    /// Set ahead of closing, so that nobody enters any more: recursive readers would keep the one that
+    /// closes waiting for ever. Only a hint; `open` is what counts.
+    closing: AtomicBool,
     end: End,
     completions: Completions,
     tag: u64,
@@ -278,6 +281,7 @@ impl LeaseQp {
             arrivals: Mutex::default(),
             arrived: Condvar::new(),
             open: RwLock::new(true),
+            closing: AtomicBool::new(false),
             end,
             completions: options.completions,
             tag: u64::from(options.tag) << 48,
@@ -333,9 +337,10 @@ impl LeaseQp {
         self.inner.note(wr_id, status, vendor_err)
     }
 
-    /// Ends all leases on this queue pair and lets go of it. Their holders keep the buffers; a lease that
-    /// could not be ended says so when it is revoked. Waits for calls of other threads to return.
-    pub fn close(self) {
+    /// Ends all leases on this queue pair, as before it is destroyed; nothing of this value touches it
+    /// afterwards, and dropping does the same. Their holders keep the buffers; a lease that could not be
+    /// ended says so when it is revoked. Waits for calls of other threads to return.
+    pub fn close(&self) {
         self.inner.close();
     }
 
@@ -409,6 +414,9 @@ impl Inner {
     /// a lease while one of these is held.
     pub(super) fn enter(&self) -> Result<RwLockReadGuard<'_, bool>, LeaseError> {
         self.own_process()?;
+        if self.closing.load(Relaxed) {
+            return Err(LeaseError::Closed);
+        }
         let open = self.open.read_recursive();
         if *open { Ok(open) } else { Err(LeaseError::Closed) }
     }
@@ -602,6 +610,7 @@ impl Inner {
         if self.is_foreign() {
             return;
         }
+        self.closing.store(true, Relaxed);
         // From here on nobody else touches the queue pair.
         let mut open = self.open.write();
         if !mem::replace(&mut *open, false) {
