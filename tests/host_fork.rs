@@ -5,10 +5,14 @@
 
 mod common;
 
-use std::{io::Write, sync::Mutex};
+use std::{io::Write, ptr, sync::Mutex};
 
 use common::soft;
-use pinpool::{AllocError, CloseError, Device, device::FaultyRegistrar};
+use pinpool::{
+    Access, AllocError, CloseError, Device, LeaseQp,
+    device::FaultyRegistrar,
+    lease::{LeaseError, leaked},
+};
 
 /// Forks one at a time: a fork copies whatever locks other threads hold.
 static ONE: Mutex<()> = Mutex::new(());
@@ -101,4 +105,40 @@ fn a_child_that_drops_the_last_handle_tears_nothing_down() {
     assert_eq!(status, 0, "the child of a bare system call");
     pool.close().unwrap();
     assert_eq!(registrar.deregister_calls(), 1);
+}
+
+#[test]
+fn a_child_ends_none_of_its_parents_leases() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let device = Device::soft();
+    let access = Access::LOCAL_WRITE | Access::MW_BIND;
+    let pool = soft(1 << 20).device(device.clone()).access(access).build().unwrap();
+    let qp = LeaseQp::soft(&device).unwrap();
+    let lease = || pool.alloc(64).unwrap().lease(&qp, Access::REMOTE_WRITE).unwrap();
+    let (a, b, c, spare) = (lease(), lease(), lease(), pool.alloc(64).unwrap());
+    let remotes = [a.remote(), b.remote(), c.remote()];
+    // SAFETY: nobody has a reference to the bytes.
+    let reachable = |soft: &pinpool::device::SoftDevice| {
+        remotes.iter().all(|to| unsafe { soft.write(to.rkey, to.addr, &[1]) }.is_ok())
+    };
+    let status = in_child(|| {
+        // SAFETY: the child's own copies, of which it has one each; the parent's are others.
+        let (a, b, spare, qp) =
+            unsafe { (ptr::read(&a), ptr::read(&b), ptr::read(&spare), ptr::read(&qp)) };
+        let refused = spare.lease(&qp, Access::REMOTE_WRITE).unwrap_err();
+        let foreign = matches!(refused.error, LeaseError::ForeignProcess);
+        let revoked = a.revoke().unwrap_err();
+        let foreign = foreign && matches!(*revoked.invalidate, LeaseError::ForeignProcess);
+        drop(b);
+        drop(qp);
+        // The child's copy of the device's tables is untouched.
+        foreign && reachable(device.as_soft().unwrap())
+    });
+    assert_eq!(status, 0, "the child's exit status");
+    assert!(reachable(device.as_soft().unwrap()));
+    assert_eq!(leaked(), 0);
+    drop(qp);
+    assert!(!reachable(device.as_soft().unwrap()));
+    drop((a, b, c, spare));
+    pool.close().unwrap();
 }

@@ -15,6 +15,14 @@ bitflags::bitflags! {
         const RIGHTS = 1 << 2;
         /// The key works through the lease's queue pair alone.
         const QUEUE_PAIR = 1 << 3;
+        /// Once a revocation has returned, nothing that was under way by then touches the bytes either.
+        ///
+        /// This cannot be found out by trying. The software device waits for what is under way. NICs have to
+        /// by their specification (InfiniBand Architecture, Memory Windows: an invalidated window's
+        /// completion means that no further access is made through it), and are taken at its word. The
+        /// kernel's soft RoCE does not: `check_rkey` in its `rxe_resp.c` lets go of the window before the
+        /// packet is copied, so that the rest of one packet, an MTU at most, can still arrive.
+        const DRAINED = 1 << 4;
     }
 }
 
@@ -28,6 +36,7 @@ impl fmt::Display for Guarantees {
             (Self::RANGE, "range"),
             (Self::RIGHTS, "rights"),
             (Self::QUEUE_PAIR, "queue pair"),
+            (Self::DRAINED, "drained"),
         ];
         let said: Vec<_> = words.iter().filter(|(g, _)| self.contains(*g)).map(|w| w.1).collect();
         f.write_str(&said.join(", "))

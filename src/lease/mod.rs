@@ -34,8 +34,9 @@
 //! device: whether a key is refused after revocation, whether neighbouring bytes, rights and other queue
 //! pairs are refused. A lease that is to be relied on for what does not hold, or could not be tried, is
 //! [refused](LeaseError::Lacking). Every lease requires [`Guarantees::REVOCATION`] unless told otherwise;
-//! [`Terms::require`] asks for more. The kernel's soft RoCE (`rdma_rxe`), for one, does not hold the range:
-//! there a leased key reaches the whole arena.
+//! [`Terms::require`] asks for more. The kernel's soft RoCE (`rdma_rxe`), for one, does not hold the range,
+//! so that a leased key reaches the whole arena, and may finish copying a packet that it had begun when the
+//! lease was revoked ([`Guarantees::DRAINED`]).
 //!
 //! Where that is not enough, or windows are missing: give each tenant a pool and a [`Device`] of its own.
 //! Each `Device` is a PD, and no key of one PD works through a queue pair of another. That costs arenas

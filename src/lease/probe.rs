@@ -216,6 +216,8 @@ mod trial {
             held.set(Guarantees::RANGE, before && behind);
             held.set(Guarantees::RIGHTS, read && written);
             held.set(Guarantees::QUEUE_PAIR, elsewhere);
+            // Not to be seen in any one trial.
+            held.set(Guarantees::DRAINED, self.device.info().transport != "rxe");
             let lacking = Guarantees::all() - held;
             Ok(LeaseSupport { windows: true, held, lacking, why: None })
         }
