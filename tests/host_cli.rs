@@ -46,6 +46,8 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&["bench", "startup", "--soft", "--capacity", "0"], "multiple of 2 MiB"),
         (&["bench", "startup", "--soft", "--capacity", "3M"], "multiple of 2 MiB"),
         (&["bench", "startup", "--soft", "--reps", "0"], "--reps"),
+        (&["bench", "lease", "--soft", "--sizes", "2K"], "4 KiB to 64 MiB"),
+        (&["bench", "lease", "--soft", "--samples", "0"], "--samples"),
     ] {
         run(args).refused(what);
     }

@@ -135,7 +135,6 @@ fn what_the_device_was_found_to_hold_is_what_it_holds() {
     // Where the arena itself permits everything, whatever is refused is refused by the lease.
     let mut scene = Scene::new(BINDABLE | Access::REMOTE);
     let support = scene.device.lease_support();
-    println!("{}: {support}", scene.device.info().name);
     assert!(support.windows && support.untried().is_empty(), "{support}");
     assert!(support.held.contains(Guarantees::REVOCATION), "{support}");
     assert_eq!(scene.qp.support(), &support);
@@ -272,7 +271,7 @@ fn an_exchange_ends_one_lease_and_begins_the_next() {
     assert_eq!((stats.live, stats.windows, stats.leased, stats.invalidated), (1, 1, 601, 600));
     // An unfit exchange ends the lease all the same, and both buffers come back.
     let e = lease.exchange(scene.pool.alloc(0).expect("alloc"), WRITE).expect_err("unfit");
-    assert!(matches!(e.error, LeaseError::Empty), "{e}");
+    assert!(matches!(*e.error, LeaseError::Empty), "{e}");
     assert!(e.ended.is_some() && e.next.is_some());
     assert_eq!(scene.qp.stats().live, 0);
     assert_eq!(write(&mut scene.pair, &from, old, 0), Err(REMOTE_ACCESS_ERROR));

@@ -175,7 +175,7 @@ fn nobody_passes_on() {
     let lease = pool.alloc(64).expect("alloc").lease(&qp, WRITE).expect("lease");
     let e = lease.exchange(pool.alloc(64).expect("alloc"), WRITE).expect_err("timed out");
     assert!(
-        matches!(e.error, LeaseError::TimedOut { .. }) && e.to_string().contains("50ms"),
+        matches!(*e.error, LeaseError::TimedOut { .. }) && e.to_string().contains("50ms"),
         "{e}"
     );
     assert!(e.ended.is_some() && e.next.is_some());

@@ -17,11 +17,11 @@ bitflags::bitflags! {
         const QUEUE_PAIR = 1 << 3;
         /// Once a revocation has returned, nothing that was under way by then touches the bytes either.
         ///
-        /// This cannot be found out by trying. The software device waits for what is under way. NICs have to
-        /// by their specification (InfiniBand Architecture, Memory Windows: an invalidated window's
-        /// completion means that no further access is made through it), and are taken at its word. The
-        /// kernel's soft RoCE does not: `check_rkey` in its `rxe_resp.c` lets go of the window before the
-        /// packet is copied, so that the rest of one packet, an MTU at most, can still arrive.
+        /// This is not found out by trying, for it would show once in a thousand times. The software device
+        /// waits for what is under way. NICs are taken to, since their specification has an invalidation
+        /// complete only when no access can follow. The kernel's soft RoCE does not: `check_rkey` in its
+        /// `rxe_resp.c` lets go of the window before the packet is copied, so that the rest of one packet,
+        /// an MTU at most, can still arrive.
         const DRAINED = 1 << 4;
     }
 }
@@ -43,7 +43,7 @@ impl fmt::Display for Guarantees {
     }
 }
 
-/// What the memory windows of a device hold, as found by trying.
+/// What the memory windows of a device hold, as found by trying (but for [`Guarantees::DRAINED`]).
 ///
 /// [`Display`](fmt::Display) gives one line.
 #[derive(Clone, PartialEq, Eq, Debug)]

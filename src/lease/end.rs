@@ -236,12 +236,12 @@ impl Through<'_> {
                 let region = target.region.expect("a target is of its end's kind");
                 let Target { addr, len, .. } = *target;
                 let bind = Step::Bind { window, region, addr, len, rights };
-                // SAFETY: the queue pair exists, and the region is registered with the right to be bound
-                // to (contract; `target` looked). The window is of the device's PD, which is the queue
-                // pair's (`LeaseQp` looked), and is unbound now, or by the step before.
                 let posted = match old {
+                    // SAFETY: the queue pair exists, and the region is registered with the right to be
+                    // bound to (contract; `target` looked). The window is of the device's PD, which is the
+                    // queue pair's (`LeaseQp` looked), and bound to nothing.
                     None => unsafe { qp.post(wr_id, &mut [bind], report) },
-                    // SAFETY: as above.
+                    // SAFETY: as above, but that the window is bound (contract), until the first step.
                     Some(old) => unsafe {
                         qp.post(wr_id, &mut [Step::Invalidate(old), bind], report)
                     },

@@ -178,7 +178,7 @@ pub struct ExchangeError<R: OneDevice = Any> {
     /// The buffer that was to be leased; `None` likewise.
     pub next: Option<Buf<R>>,
     /// What failed.
-    pub error: LeaseError,
+    pub error: Box<LeaseError>,
 }
 
 impl<R: OneDevice> fmt::Display for ExchangeError<R> {

@@ -286,7 +286,7 @@ impl<R: OneDevice> Lease<R> {
             Ok(both) => both,
             Err(error) => {
                 let ended = self.revoke().ok();
-                return Err(ExchangeError { ended, next: Some(next), error });
+                return Err(ExchangeError { ended, next: Some(next), error: Box::new(error) });
             }
         };
         let (buf, _, slot) = self.into_parts();
@@ -303,13 +303,13 @@ impl<R: OneDevice> Lease<R> {
                 Ok((buf, Lease { buf: ManuallyDrop::new(next), inner, slot, rkey, rights }))
             }
             Err(Failure::Undone(error)) => {
-                Err(ExchangeError { ended: Some(buf), next: Some(next), error })
+                Err(ExchangeError { ended: Some(buf), next: Some(next), error: Box::new(error) })
             }
             Err(Failure::Stuck(error, _)) => {
                 // Which of the two the window is bound to is not known.
                 keep_out(buf);
                 keep_out(next);
-                Err(ExchangeError { ended: None, next: None, error })
+                Err(ExchangeError { ended: None, next: None, error: Box::new(error) })
             }
         };
         drop(open);

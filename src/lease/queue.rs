@@ -434,7 +434,7 @@ impl Inner {
         let mut window = through.take().map_err(Failure::Undone)?;
         let n = self.leased.fetch_add(1, Relaxed);
         // A send queue gets room again by what is reported.
-        let report = wait || n % REPORT_EVERY == 0;
+        let report = wait || n.is_multiple_of(REPORT_EVERY);
         let done = self.run(BINDING, wait, |wr_id| {
             // SAFETY: the caller has entered, so the queue pair is not closed, and exists. The target's
             // region is registered while the lease has its buffer, which it has until the window is
@@ -561,7 +561,7 @@ impl Inner {
             Err(second) => {
                 self.leaked.fetch_add(1, Relaxed);
                 // Its PD stays as long.
-                mem::forget(window);
+                let _ = mem::ManuallyDrop::new(window);
                 Failure::Stuck(first, second)
             }
         }
