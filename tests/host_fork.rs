@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::{io::Write, ptr, sync::Mutex};
+use std::{cell::Cell, io::Write, sync::Mutex};
 
 use common::soft;
 use pinpool::{
@@ -117,14 +117,17 @@ fn a_child_ends_none_of_its_parents_leases() {
     let lease = || pool.alloc(64).unwrap().lease(&qp, Access::REMOTE_WRITE).unwrap();
     let (a, b, c, spare) = (lease(), lease(), lease(), pool.alloc(64).unwrap());
     let remotes = [a.remote(), b.remote(), c.remote()];
-    // SAFETY: nobody has a reference to the bytes.
     let reachable = |soft: &pinpool::device::SoftDevice| {
-        remotes.iter().all(|to| unsafe { soft.write(to.rkey, to.addr, &[1]) }.is_ok())
+        let reaches = |to: &pinpool::RemoteBuf| {
+            // SAFETY: nobody has a reference to the bytes.
+            unsafe { soft.write(to.rkey, to.addr, &[1]) }.is_ok()
+        };
+        remotes.iter().filter(|to| reaches(to)).count()
     };
     let status = in_child(|| {
+        use std::ptr::read;
         // SAFETY: the child's own copies, of which it has one each; the parent's are others.
-        let (a, b, spare, qp) =
-            unsafe { (ptr::read(&a), ptr::read(&b), ptr::read(&spare), ptr::read(&qp)) };
+        let (a, b, spare, qp) = unsafe { (read(&a), read(&b), read(&spare), read(&qp)) };
         let refused = spare.lease(&qp, Access::REMOTE_WRITE).unwrap_err();
         let foreign = matches!(refused.error, LeaseError::ForeignProcess);
         let revoked = a.revoke().unwrap_err();
@@ -132,13 +135,69 @@ fn a_child_ends_none_of_its_parents_leases() {
         drop(b);
         drop(qp);
         // The child's copy of the device's tables is untouched.
-        foreign && reachable(device.as_soft().unwrap())
+        foreign && reachable(device.as_soft().unwrap()) == 3
     });
     assert_eq!(status, 0, "the child's exit status");
-    assert!(reachable(device.as_soft().unwrap()));
+    assert_eq!(reachable(device.as_soft().unwrap()), 3);
     assert_eq!(leaked(), 0);
     drop(qp);
-    assert!(!reachable(device.as_soft().unwrap()));
+    assert_eq!(reachable(device.as_soft().unwrap()), 0);
     drop((a, b, c, spare));
     pool.close().unwrap();
+}
+
+thread_local! {
+    /// Made before the thread meets a pool, so destroyed after what it has of pools.
+    static LAST: LeavesIfArmed = const { LeavesIfArmed(Cell::new(false)) };
+}
+
+struct LeavesIfArmed(Cell<bool>);
+
+impl Drop for LeavesIfArmed {
+    fn drop(&mut self) {
+        if self.0.get() {
+            // SAFETY: ends the child, before what else runs at an exit.
+            unsafe { libc::_exit(0) };
+        }
+    }
+}
+
+#[test]
+fn a_child_whose_thread_ends_waits_for_no_lock_that_another_thread_held() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let pool = soft(1 << 20).build().unwrap();
+    LAST.with(|last| last.0.set(false));
+    // This thread has magazines, to be given back when it ends, in the child as well.
+    drop(pool.alloc(64).unwrap());
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        // Calls caches back most of the time, under the lock that giving back takes.
+        s.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                pool.trim();
+            }
+        });
+        for i in 0..50 {
+            // SAFETY: the child sets an alarm and ends.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                LAST.with(|last| last.0.set(true));
+                // SAFETY: no pointers; `exit` runs this thread's destructors as its end would, and the
+                // signal ends a child that waits.
+                unsafe {
+                    libc::alarm(20);
+                    libc::exit(1)
+                };
+            }
+            let mut status = 0;
+            // SAFETY: `pid` is the child, and `status` is valid to write to.
+            assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+            if status != 0 {
+                stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+            assert_eq!(status, 0, "child {i} ended");
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    pool.check();
 }

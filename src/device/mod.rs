@@ -17,6 +17,8 @@ pub(crate) use self::soft::{SoftPart, WindowId};
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub use self::verbs::{ForkSupport, VerbsDevice};
 pub use self::window::{Guarantees, LeaseSupport};
+#[cfg(feature = "fault")]
+pub use crate::sys::mapping_faults::{FaultyMapping, MapFault, MapRecord, MapStep};
 use crate::{
     access::{Access, LKey, RKey},
     error::{DeviceError, RegisterError},

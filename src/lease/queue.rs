@@ -29,7 +29,7 @@ use crate::{
     access::Access,
     buf::Buf,
     device::{Device, LeaseSupport},
-    sys::fork,
+    sys::{fork, limits},
 };
 
 /// Takes completions that are not the leases', each an `ibv_wc *` that is valid during the call.
@@ -135,6 +135,7 @@ pub(super) struct Inner {
     timeout: Duration,
     support: LeaseSupport,
     generation: u32,
+    process: u32,
     next: AtomicU64,
     leased: AtomicU64,
     failed: AtomicU64,
@@ -288,6 +289,7 @@ impl LeaseQp {
             timeout: options.timeout,
             support,
             generation: fork::generation(),
+            process: limits::process_id(),
             next: AtomicU64::new(1),
             leased: AtomicU64::new(0),
             failed: AtomicU64::new(0),
@@ -607,7 +609,8 @@ pub(super) fn keep_out<R>(buf: Buf<R>) {
 impl Inner {
     /// Ends everything on this queue pair, for it may be destroyed next.
     pub(super) fn close(&self) {
-        if self.is_foreign() {
+        // Also in a child that no fork handler saw.
+        if self.is_foreign() || limits::process_id() != self.process {
             return;
         }
         self.closing.store(true, Relaxed);
