@@ -13,7 +13,7 @@ LAYERS = [
     {"arena", "page_map", "published", "slab"},
     {"stack", "gate", "depot", "magazine", "thread", "stats"},
     {"pool", "buf", "local", "batch"},
-    {"adapters", "doctor", "loopback"},
+    {"adapters", "doctor", "lease", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.
 ALLOWED = {

@@ -221,7 +221,7 @@ impl Buf<Remote> {
 
 impl<R> Buf<R> {
     /// The same buffer under another reach, which the caller knows to be true of it.
-    fn reached<S>(self) -> Buf<S> {
+    pub(crate) fn reached<S>(self) -> Buf<S> {
         let this = ManuallyDrop::new(self);
         let Self { entry, len, core, home, .. } = *this;
         Buf { entry, len, core, home, _owns: PhantomData }

@@ -91,13 +91,23 @@ mod local;
 #[cfg(not(loom))]
 mod pool;
 
-// Layer 6: what looks a machine over.
+// Layer 6: what looks a machine over, and rights over single buffers.
 #[cfg(not(loom))]
 mod doctor;
+#[cfg(not(loom))]
+pub mod lease;
 
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
+// Without the feature it probes devices for what their windows hold, and no more.
+#[cfg(all(
+    not(loom),
+    not(feature = "loopback"),
+    any(feature = "rdma-sys", feature = "rdma-mummy-sys")
+))]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod loopback;
 
 #[cfg(not(loom))]
 pub use crate::{
@@ -106,7 +116,7 @@ pub use crate::{
     batch::Batch,
     buf::{Buf, CapacityError},
     config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
-    device::Device,
+    device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
@@ -115,6 +125,7 @@ pub use crate::{
         AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
         FreeError, RegisterError, UnknownDevice,
     },
+    lease::{Lease, LeaseQp},
     local::LocalPool,
     pool::{DeviceChange, Pool},
     problem::Problem,
