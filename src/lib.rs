@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "nightly", feature(allocator_api))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -44,6 +45,8 @@ mod error;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
+mod reentry;
+#[cfg(not(loom))]
 mod size_class;
 mod sync;
 
@@ -86,8 +89,16 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+#[cfg_attr(
+    not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
+    allow(dead_code)
+)]
+mod raw;
 
-// Layer 6: what looks a machine over.
+// Layer 6: the faces, and what looks a machine over.
+#[cfg(not(loom))]
+mod adapters;
 #[cfg(not(loom))]
 mod doctor;
 
@@ -95,6 +106,14 @@ mod doctor;
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
 
+#[cfg(not(loom))]
+pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "codec"))]
+pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "global"))]
+pub use crate::adapters::{AttachError, PinnedAlloc};
+#[cfg(all(not(loom), feature = "bytemuck"))]
+pub use crate::adapters::{PodError, Typed};
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},

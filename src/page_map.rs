@@ -1,7 +1,7 @@
 //! From an address to its arena's keys, and from a page to its slab: one subtraction, one compare, one
 //! shift, one load. Readers take no lock and may pass any pointer.
 
-use std::io;
+use std::{io, ptr::NonNull};
 
 use crate::{
     access::PackedKeys,
@@ -103,6 +103,24 @@ impl PageMap {
             return None;
         }
         Some(PackedKeys::from_word(entry.keys.load(Relaxed)))
+    }
+
+    /// Whether two addresses in the pool's range are in one arena's part of it.
+    pub(crate) fn same_arena(&self, a: usize, b: usize) -> bool {
+        (a.wrapping_sub(self.base) >> self.stride_shift)
+            == (b.wrapping_sub(self.base) >> self.stride_shift)
+    }
+
+    /// The keys of the region that holds a block.
+    #[inline(always)]
+    pub(crate) fn keys_at(&self, block: NonNull<u8>) -> PackedKeys {
+        let offset = (block.as_ptr() as usize).wrapping_sub(self.base);
+        debug_assert!(offset < self.len);
+        // SAFETY: a block lies in a published arena, so its offset is below `len`, and there is an entry for
+        // every arena's worth of that.
+        let entry = unsafe { self.arenas.get_unchecked(offset >> self.stride_shift) };
+        // Relaxed: the block was taken after its arena was published, and handed on since.
+        PackedKeys::from_word(entry.keys.load(Relaxed))
     }
 
     /// Which page of the pool an address lies in, if it lies in the pool's range.

@@ -18,8 +18,6 @@ use std::{
     },
 };
 
-use parking_lot::Mutex;
-
 use crate::{
     access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas, Leftover},
@@ -31,6 +29,7 @@ use crate::{
     local::LocalPool,
     magazine::{Local, Place, ThreadGate},
     page_map::PageMap,
+    reentry::{self, Mutex},
     size_class::{self, CLASSES, MAX_BLOCK, MAX_SLAB_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given, Slabs},
     stats::Stats,
@@ -42,7 +41,7 @@ use crate::{
 /// What the handles, the buffers and the threads of one pool share.
 ///
 /// Lives while a handle or a buffer does. The first fields are all that the hot path reads; nothing
-/// writes to them after the pool was built.
+/// writes to them after the pool was built, but to `odd` when memory is short.
 ///
 /// Aligned so that they share no line with the reference count that slow paths write.
 #[repr(C, align(128))]
@@ -54,6 +53,8 @@ pub(crate) struct Core {
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
     gated: bool,
     access: Access,
+    /// Raw blocks out that are not of the class that their layout says; see `raw`.
+    pub(crate) odd: AtomicUsize,
     /// To the core itself, for threads to keep.
     own: Weak<Self>,
     pub(crate) id: u64,
@@ -89,6 +90,8 @@ const SCARCE_REFILLS: u32 = 64;
 impl Core {
     fn build(mut plan: Plan) -> Result<NonNull<Self>, BuildError> {
         let arenas = Arenas::build(&mut plan)?;
+        // Changed under locks later on, so made as they are then.
+        let _own = reentry::enter();
         let tables = |source| BuildError::Reserve { len: plan.capacity / PAGE * 4, source };
         let base = arenas.base().as_ptr() as usize;
         let map = PageMap::new(base, arenas.reserved(), plan.stride.trailing_zeros());
@@ -108,6 +111,7 @@ impl Core {
             remote: plan.access.is_remote(),
             gated: asymmetric_barrier_available(),
             access: plan.access,
+            odd: AtomicUsize::new(0),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
@@ -139,6 +143,10 @@ impl Core {
             Arc::increment_strong_count(core.as_ptr());
             Arc::from_raw(core.as_ptr())
         }
+    }
+
+    pub(crate) fn depot(&self) -> &Depot {
+        &self.depot
     }
 
     pub(crate) fn has_gates(&self) -> bool {
@@ -662,7 +670,7 @@ impl Pool {
     }
 
     #[inline(always)]
-    fn core(&self) -> &Core {
+    pub(crate) fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
         unsafe { self.inner.core.as_ref() }
     }
