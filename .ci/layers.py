@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "problem", "reentry", "sync", "size_class", "config"},
+    {"access", "error", "problem", "reentry", "sync", "size_class", "config", "reach"},
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "slab"},
     {"stack", "gate", "depot", "magazine", "thread", "stats"},
-    {"pool", "buf", "local", "batch", "raw"},
+    {"pool", "buf", "local", "batch"},
     {"adapters", "doctor", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.

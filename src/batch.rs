@@ -1,6 +1,6 @@
 //! Many buffers of one length at once, for filling a receive queue.
 
-use std::{fmt, ptr::NonNull};
+use std::{fmt, marker::PhantomData, ptr::NonNull};
 
 use crate::{
     access::Sge,
@@ -8,6 +8,7 @@ use crate::{
     error::AllocError,
     magazine::{Place, ThreadGate},
     pool::{Pool, PoolRef},
+    reach::{Any, OneDevice},
     size_class::{self, MAX_BLOCK, SPAN_CLASS},
     slab::Entry,
     thread,
@@ -29,24 +30,26 @@ use crate::{
 /// pool.free_many(&mut batch);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct Batch {
+pub struct Batch<R = Any> {
     entries: Vec<Entry>,
     /// Whose the entries are; meaningful while there are any.
     pool: PoolRef,
     len: usize,
     place: Place,
+    _reach: PhantomData<R>,
 }
 
 // SAFETY: it owns its blocks as a `Buf` owns one, and what else it holds are numbers.
-unsafe impl Send for Batch {}
+unsafe impl<R> Send for Batch<R> {}
 // SAFETY: `&Batch` only reads.
-unsafe impl Sync for Batch {}
+unsafe impl<R> Sync for Batch<R> {}
 
-impl Batch {
+impl<R> Batch<R> {
     /// Makes an empty batch with room for `n` buffers; at least one, at most 2^20.
     pub fn with_capacity(n: usize) -> Self {
         let pool = PoolRef { core: NonNull::dangling(), slot_offset: 0 };
-        Self { entries: Vec::with_capacity(n.clamp(1, 1 << 20)), pool, len: 0, place: Place::of(0) }
+        let entries = Vec::with_capacity(n.clamp(1, 1 << 20));
+        Self { entries, pool, len: 0, place: Place::of(0), _reach: PhantomData }
     }
 
     /// How many buffers it holds.
@@ -72,7 +75,7 @@ impl Batch {
     #[inline]
     pub(crate) fn refill(
         &mut self,
-        pool: &Pool,
+        pool: &Pool<R>,
         len: usize,
         n: usize,
     ) -> Result<usize, AllocError> {
@@ -100,7 +103,7 @@ impl Batch {
     #[inline(never)]
     fn refill_slow(
         &mut self,
-        pool: &Pool,
+        pool: &Pool<R>,
         len: usize,
         n: usize,
         mut got: usize,
@@ -114,7 +117,7 @@ impl Batch {
                     } else if place != self.place {
                         // The last of a full pool may be of another class (a larger block, single pages),
                         // and a batch has one: it takes no more here.
-                        drop(Buf::new(self.pool, entry, len, place));
+                        drop(Buf::<R>::new(self.pool, entry, len, place));
                         if got == 0 {
                             return Err(AllocError::BatchMixed { held: self.entries.len(), len });
                         }
@@ -134,20 +137,9 @@ impl Batch {
     }
 
     /// Takes one buffer out.
-    pub fn pop(&mut self) -> Option<Buf> {
+    pub fn pop(&mut self) -> Option<Buf<R>> {
         let entry = self.entries.pop()?;
         Some(Buf::new(self.pool, entry, self.len, self.place))
-    }
-
-    /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
-    /// to first.
-    pub fn sges(&self) -> impl ExactSizeIterator<Item = Sge> + '_ {
-        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
-        self.entries.iter().map(move |e| {
-            // SAFETY: an entry is here, so its core is alive.
-            let addr = unsafe { self.pool.core.as_ref() }.wire_addr(e.ptr);
-            Sge { addr, length, lkey: e.keys.lkey() }
-        })
     }
 
     /// Gives all buffers back.
@@ -179,13 +171,26 @@ impl Batch {
     }
 }
 
-impl Drop for Batch {
+impl<R: OneDevice> Batch<R> {
+    /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
+    /// to first.
+    pub fn sges(&self) -> impl ExactSizeIterator<Item = Sge> + '_ {
+        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
+        self.entries.iter().map(move |e| {
+            // SAFETY: an entry is here, so its core is alive.
+            let addr = unsafe { self.pool.core.as_ref() }.wire_addr(e.ptr);
+            Sge { addr, length, lkey: e.keys.lkey() }
+        })
+    }
+}
+
+impl<R> Drop for Batch<R> {
     fn drop(&mut self) {
         self.free();
     }
 }
 
-impl fmt::Debug for Batch {
+impl<R> fmt::Debug for Batch<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batch")
             .field("buffers", &self.entries.len())

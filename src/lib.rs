@@ -45,6 +45,8 @@ mod error;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
+pub mod reach;
+#[cfg(not(loom))]
 mod reentry;
 #[cfg(not(loom))]
 mod size_class;
@@ -89,12 +91,6 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
-#[cfg(not(loom))]
-#[cfg_attr(
-    not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
-    allow(dead_code)
-)]
-mod raw;
 
 // Layer 6: the faces, and what looks a machine over.
 #[cfg(not(loom))]

@@ -21,7 +21,7 @@ fn nothing(layout: Layout) -> NonNull<[u8]> {
 }
 
 #[inline(always)]
-fn allocate(pool: &Pool, layout: Layout) -> Option<NonNull<[u8]>> {
+fn allocate<R>(pool: &Pool<R>, layout: Layout) -> Option<NonNull<[u8]>> {
     if layout.size() == 0 {
         return Some(nothing(layout));
     }
@@ -29,7 +29,7 @@ fn allocate(pool: &Pool, layout: Layout) -> Option<NonNull<[u8]>> {
     Some(NonNull::slice_from_raw_parts(ptr, len))
 }
 
-fn allocate_zeroed(pool: &Pool, layout: Layout) -> Option<NonNull<[u8]>> {
+fn allocate_zeroed<R>(pool: &Pool<R>, layout: Layout) -> Option<NonNull<[u8]>> {
     let block = allocate(pool, layout)?;
     // SAFETY: the block was just taken, so it is this call's alone, and is `len` bytes long.
     unsafe { block.cast::<u8>().write_bytes(0, block.len()) };
@@ -39,7 +39,7 @@ fn allocate_zeroed(pool: &Pool, layout: Layout) -> Option<NonNull<[u8]>> {
 /// # Safety
 /// The contract of `Allocator::deallocate`.
 #[inline(always)]
-unsafe fn deallocate(pool: &Pool, ptr: NonNull<u8>, layout: Layout) {
+unsafe fn deallocate<R>(pool: &Pool<R>, ptr: NonNull<u8>, layout: Layout) {
     if layout.size() != 0 {
         // SAFETY: `ptr` is a block currently allocated by this pool and `layout` fits it (contract), so its
         // size is at least the one asked for and at most the one answered.
@@ -52,7 +52,12 @@ unsafe fn deallocate(pool: &Pool, ptr: NonNull<u8>, layout: Layout) {
 /// # Safety
 /// The contract of `Allocator::grow` or `Allocator::shrink`.
 #[inline]
-unsafe fn resize(pool: &Pool, ptr: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<[u8]>> {
+unsafe fn resize<R>(
+    pool: &Pool<R>,
+    ptr: NonNull<u8>,
+    old: Layout,
+    new: Layout,
+) -> Option<NonNull<[u8]>> {
     if new.size() == 0 {
         // SAFETY: the caller's contract; nothing stands for it from here on.
         unsafe { deallocate(pool, ptr, old) };
@@ -83,8 +88,8 @@ unsafe fn resize(pool: &Pool, ptr: NonNull<u8>, old: Layout, new: Layout) -> Opt
 
 /// # Safety
 /// The contract of `Allocator::grow_zeroed`.
-unsafe fn grow_zeroed(
-    pool: &Pool,
+unsafe fn grow_zeroed<R>(
+    pool: &Pool<R>,
     ptr: NonNull<u8>,
     old: Layout,
     new: Layout,
@@ -101,7 +106,7 @@ macro_rules! allocator {
         // SAFETY: blocks stay where they are and mapped until they are given back (P4, P9), whether or not
         // handles are moved, cloned or dropped; clones are handles of one pool, so one frees what another
         // gave. What is answered fits the layout: `take` and `resize` answer at least the size, aligned.
-        unsafe impl $($path)::+::Allocator for Pool {
+        unsafe impl<R> $($path)::+::Allocator for Pool<R> {
             #[inline]
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, $($path)::+::AllocError> {
                 allocate(self, layout).ok_or($($path)::+::AllocError)

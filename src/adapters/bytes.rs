@@ -12,28 +12,28 @@
 use bytes::{BufMut, Bytes, buf::UninitSlice};
 
 use super::part::Part;
-use crate::buf::Buf;
+use crate::{buf::Buf, reach::Reach};
 
 /// Makes it immutable and shareable, without copying; the length is the buffer's. One allocation on the heap.
 ///
 /// The bytes stay registered where they are, but a `Bytes` knows no keys: ask
 /// [`Pool::keys_of`](crate::Pool::keys_of). Turning it into a `Vec` or `BytesMut` copies it into the heap.
-impl From<Buf> for Bytes {
-    fn from(buf: Buf) -> Self {
+impl<R: Reach> From<Buf<R>> for Bytes {
+    fn from(buf: Buf<R>) -> Self {
         Self::from_owner(buf)
     }
 }
 
 /// As for [`Buf`].
-impl From<Part> for Bytes {
-    fn from(part: Part) -> Self {
+impl<R: Reach> From<Part<R>> for Bytes {
+    fn from(part: Part<R>) -> Self {
         Self::from_owner(part)
     }
 }
 
 // SAFETY: the memory beyond the length is the buffer's own up to its capacity, and stays where it is;
 // `chunk_mut` gives exactly that, and `advance_mut` moves the length over it.
-unsafe impl BufMut for Buf {
+unsafe impl<R> BufMut for Buf<R> {
     /// What is left of the capacity. Buffers never grow beyond it: `put_slice` and the like panic when
     /// they meet the end, as their contract has it. Ask first, or use [`std::io::Write`].
     #[inline]
@@ -57,7 +57,7 @@ unsafe impl BufMut for Buf {
 }
 
 // SAFETY: as for `Buf`; the capacity is the part's own.
-unsafe impl BufMut for Part {
+unsafe impl<R> BufMut for Part<R> {
     #[inline]
     fn remaining_mut(&self) -> usize {
         self.capacity() - self.len()
@@ -80,7 +80,7 @@ unsafe impl BufMut for Part {
 
 /// Takes bytes off the front as they are read: they are no longer the part's. For a whole [`Buf`] use
 /// [`std::io::Cursor`].
-impl bytes::Buf for Part {
+impl<R> bytes::Buf for Part<R> {
     #[inline]
     fn remaining(&self) -> usize {
         self.len()

@@ -28,6 +28,7 @@ use super::slices;
 use crate::{
     access::{Keys, RemoteBuf, Sge},
     pool::{Core, Pool, PoolRef},
+    reach::OneDevice,
     reentry,
     sync::unlikely,
 };
@@ -149,7 +150,7 @@ impl<G> PinnedAlloc<G> {
     /// # Errors
     /// [`AttachError::Attached`] if it ever had another pool, [`AttachError::Sizes`] if this one can serve
     /// nothing. Nothing is then changed.
-    pub fn attach(&self, pool: &Pool) -> Result<(), AttachError> {
+    pub fn attach<R: OneDevice>(&self, pool: &Pool<R>) -> Result<(), AttachError> {
         let max_len = pool.max_len();
         if self.count == 0 || self.first > max_len {
             return Err(AttachError::Sizes { first: self.first, max_len });

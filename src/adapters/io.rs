@@ -27,7 +27,7 @@ macro_rules! append {
 /// [`clear`](Buf::clear) first to fill it from the start. What does not fit is not written:
 /// [`write`](io::Write::write) answers how much was, and `write_all` fails with
 /// [`WriteZero`](io::ErrorKind::WriteZero).
-impl io::Write for Buf {
+impl<R> io::Write for Buf<R> {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         Ok(append!(self, from))
     }
@@ -38,7 +38,7 @@ impl io::Write for Buf {
 }
 
 /// As for [`Buf`].
-impl io::Write for Part {
+impl<R> io::Write for Part<R> {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         Ok(append!(self, from))
     }
@@ -49,7 +49,7 @@ impl io::Write for Part {
 }
 
 /// Takes bytes off the front: they are no longer the part's. Capacity and length shrink by them.
-impl io::Read for Part {
+impl<R> io::Read for Part<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let n = into.len().min(self.len());
         into[..n].copy_from_slice(&self[..n]);
@@ -58,7 +58,7 @@ impl io::Read for Part {
     }
 }
 
-impl io::BufRead for Part {
+impl<R> io::BufRead for Part<R> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         Ok(self)
     }

@@ -14,6 +14,7 @@ use std::{
 use crate::{
     access::{Keys, LKey, RemoteBuf, Sge},
     buf::{Buf, CapacityError},
+    reach::{Any, OneDevice, Reach, Remote},
 };
 
 /// A part of a buffer: some of its bytes, owned alone, and freed independently of the others.
@@ -36,24 +37,24 @@ use crate::{
 /// assert_eq!(pool.stats().live_buffers, 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct Part {
+pub struct Part<R = Any> {
     /// Its length is all of the block.
-    block: Arc<Buf>,
+    block: Arc<Buf<R>>,
     start: NonNull<u8>,
     len: usize,
     capacity: usize,
 }
 
 // SAFETY: the bytes are this value's alone, as a buffer's are, and the count is atomic.
-unsafe impl Send for Part {}
+unsafe impl<R> Send for Part<R> {}
 // SAFETY: `&Part` only reads its fields and its bytes.
-unsafe impl Sync for Part {}
+unsafe impl<R> Sync for Part<R> {}
 
 // As for `Buf`.
-impl std::panic::UnwindSafe for Part {}
-impl std::panic::RefUnwindSafe for Part {}
+impl<R> std::panic::UnwindSafe for Part<R> {}
+impl<R> std::panic::RefUnwindSafe for Part<R> {}
 
-impl Part {
+impl<R> Part<R> {
     /// How many bytes it shows.
     #[inline]
     pub fn len(&self) -> usize {
@@ -139,7 +140,7 @@ impl Part {
     ///
     /// # Errors
     /// The part, as it was, otherwise.
-    pub fn into_buf(self) -> Result<Buf, Self> {
+    pub fn into_buf(self) -> Result<Buf<R>, Self> {
         if self.start.as_ptr().cast_const() != self.block.as_ptr() {
             return Err(self);
         }
@@ -180,6 +181,25 @@ impl Part {
         self.start.as_ptr()
     }
 
+    fn offset(&self) -> usize {
+        self.start.as_ptr() as usize - self.block.as_ptr() as usize
+    }
+
+    /// Of the whole block's address for a peer, this part's.
+    fn remote_in(&self, whole: RemoteBuf) -> RemoteBuf {
+        let addr = whole.addr + self.offset() as u64;
+        RemoteBuf { addr, len: self.len as u64, rkey: whole.rkey }
+    }
+
+    fn within(&self, len: usize) -> Result<(), CapacityError> {
+        if len <= self.capacity {
+            return Ok(());
+        }
+        Err(CapacityError { asked: len, capacity: self.capacity })
+    }
+}
+
+impl<R: OneDevice> Part<R> {
     /// The lkey: for this host's own work requests.
     #[inline]
     pub fn lkey(&self) -> LKey {
@@ -189,10 +209,6 @@ impl Part {
     /// Both keys.
     pub fn keys(&self) -> Keys {
         self.block.keys()
-    }
-
-    fn offset(&self) -> usize {
-        self.start.as_ptr() as usize - self.block.as_ptr() as usize
     }
 
     /// The scatter-gather element for the whole length; as with [`Buf::sge`], cut to `u32::MAX` bytes.
@@ -208,30 +224,29 @@ impl Part {
         let whole = self.sge();
         (end <= self.len).then_some(Sge { addr: whole.addr + offset as u64, length: len, ..whole })
     }
+}
 
+impl Part {
     /// What a peer needs to reach these bytes; `None` if the pool's access class lets it do nothing.
     ///
     /// The right that the rkey conveys is over the whole arena, not over this part alone.
     pub fn remote(&self) -> Option<RemoteBuf> {
-        let whole = self.block.remote()?;
-        Some(RemoteBuf {
-            addr: whole.addr + self.offset() as u64,
-            len: self.len as u64,
-            rkey: whole.rkey,
-        })
-    }
-
-    fn within(&self, len: usize) -> Result<(), CapacityError> {
-        if len <= self.capacity {
-            return Ok(());
-        }
-        Err(CapacityError { asked: len, capacity: self.capacity })
+        self.block.remote().map(|whole| self.remote_in(whole))
     }
 }
 
-impl From<Buf> for Part {
+impl Part<Remote> {
+    /// What a peer needs to reach these bytes.
+    ///
+    /// The right that the rkey conveys is over the whole arena, not over this part alone.
+    pub fn remote(&self) -> RemoteBuf {
+        self.remote_in(self.block.remote())
+    }
+}
+
+impl<R> From<Buf<R>> for Part<R> {
     /// Makes a part of all of a buffer. Allocates its count on the heap.
-    fn from(mut buf: Buf) -> Self {
+    fn from(mut buf: Buf<R>) -> Self {
         let (len, capacity) = (buf.len(), buf.capacity());
         // What the parts show is theirs to say.
         let whole = buf.set_len(capacity);
@@ -241,7 +256,7 @@ impl From<Buf> for Part {
     }
 }
 
-impl Deref for Part {
+impl<R> Deref for Part<R> {
     type Target = [u8];
 
     #[inline]
@@ -252,7 +267,7 @@ impl Deref for Part {
     }
 }
 
-impl DerefMut for Part {
+impl<R> DerefMut for Part<R> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `deref`; `&mut self` makes it exclusive. The buffer behind the count is never
@@ -261,26 +276,26 @@ impl DerefMut for Part {
     }
 }
 
-impl AsRef<[u8]> for Part {
+impl<R> AsRef<[u8]> for Part<R> {
     fn as_ref(&self) -> &[u8] {
         self
     }
 }
 
-impl AsMut<[u8]> for Part {
+impl<R> AsMut<[u8]> for Part<R> {
     fn as_mut(&mut self) -> &mut [u8] {
         self
     }
 }
 
-impl fmt::Debug for Part {
-    /// Shows where the part is and its keys, never what is in it.
+impl<R: Reach> fmt::Debug for Part<R> {
+    /// Shows where the part is, and its buffer, never what is in it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Part")
             .field("addr", &self.start)
             .field("len", &self.len)
             .field("capacity", &self.capacity)
-            .field("keys", &self.keys())
+            .field("of", &self.block)
             .finish()
     }
 }

@@ -10,7 +10,12 @@ use std::{
 
 use bytemuck::{AnyBitPattern, NoUninit, PodCastError};
 
-use crate::{buf::Buf, error::AllocError, pool::Pool};
+use crate::{
+    buf::Buf,
+    error::AllocError,
+    pool::Pool,
+    reach::{Any, Reach},
+};
 
 /// Why bytes are no view of a type.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -59,7 +64,7 @@ fn explain<T>(bytes: &[u8], error: PodCastError) -> PodError {
     }
 }
 
-impl Buf {
+impl<R> Buf<R> {
     /// All bytes as values of a plain type.
     ///
     /// # Errors
@@ -88,13 +93,13 @@ impl Buf {
     ///
     /// # Errors
     /// As [`view`](Buf::view); the buffer goes back to its pool then.
-    pub fn typed<T: AnyBitPattern + NoUninit>(self) -> Result<Typed<T>, PodError> {
+    pub fn typed<T: AnyBitPattern + NoUninit>(self) -> Result<Typed<T, R>, PodError> {
         self.view::<T>()?;
         Ok(Typed { buf: self, _holds: PhantomData })
     }
 }
 
-impl Pool {
+impl<R> Pool<R> {
     /// Allocates a buffer for `count` values of a plain type, all bytes zero.
     ///
     /// # Errors
@@ -102,7 +107,7 @@ impl Pool {
     pub fn alloc_typed<T: AnyBitPattern + NoUninit>(
         &self,
         count: usize,
-    ) -> Result<Typed<T>, PodError> {
+    ) -> Result<Typed<T, R>, PodError> {
         let layout = std::alloc::Layout::array::<T>(count)
             .map_err(|_| PodError::TooMany { count, size: size_of::<T>() })?;
         let mut buf = self.alloc_layout(layout)?;
@@ -120,25 +125,25 @@ impl Pool {
 /// assert_eq!(counters.buf().sge().length, 64);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct Typed<T> {
+pub struct Typed<T, R = Any> {
     /// Its length and address are fit for `T`, and stay so: it is lent out immutably alone.
-    buf: Buf,
+    buf: Buf<R>,
     _holds: PhantomData<T>,
 }
 
-impl<T> Typed<T> {
+impl<T, R> Typed<T, R> {
     /// The buffer: for its keys and its scatter-gather element.
-    pub fn buf(&self) -> &Buf {
+    pub fn buf(&self) -> &Buf<R> {
         &self.buf
     }
 
     /// The bytes again.
-    pub fn into_buf(self) -> Buf {
+    pub fn into_buf(self) -> Buf<R> {
         self.buf
     }
 }
 
-impl<T: AnyBitPattern + NoUninit> Deref for Typed<T> {
+impl<T: AnyBitPattern + NoUninit, R> Deref for Typed<T, R> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -147,13 +152,13 @@ impl<T: AnyBitPattern + NoUninit> Deref for Typed<T> {
     }
 }
 
-impl<T: AnyBitPattern + NoUninit> DerefMut for Typed<T> {
+impl<T: AnyBitPattern + NoUninit, R> DerefMut for Typed<T, R> {
     fn deref_mut(&mut self) -> &mut [T] {
         self.buf.view_mut().unwrap_or_default()
     }
 }
 
-impl<T> fmt::Debug for Typed<T> {
+impl<T, R: Reach> fmt::Debug for Typed<T, R> {
     /// Shows where the values are, never what they are.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Typed")

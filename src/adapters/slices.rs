@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use crate::{
     access::{Keys, RemoteBuf, Sge},
     pool::{Core, Pool},
+    reach::OneDevice,
 };
 
 /// The address on the wire and the keys of a slice, if all of it lies in one arena of the pool.
@@ -30,7 +31,7 @@ pub(super) fn remote(core: &Core, bytes: &[u8]) -> Option<RemoteBuf> {
     Some(RemoteBuf { addr, len: bytes.len() as u64, rkey: keys.rkey? })
 }
 
-impl Pool {
+impl<R: OneDevice> Pool<R> {
     /// The scatter-gather element for bytes that lie in this pool, whoever owns them: a `Vec` made in it, a
     /// `Bytes` made of a buffer. `None` if they do not lie wholly inside one arena, or are longer than the
     /// 32 bits of an element's length.

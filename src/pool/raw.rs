@@ -14,9 +14,9 @@
 
 use std::{alloc::Layout, ptr::NonNull, sync::atomic::Ordering::Relaxed};
 
+use super::{Core, PoolRef};
 use crate::{
     magazine::Place,
-    pool::{Core, PoolRef},
     size_class::{self, MAX_BLOCK, MIN_BLOCK},
     slab::Entry,
     thread,
@@ -79,7 +79,7 @@ impl PoolRef {
         // SAFETY: this thread's own gate, which lives as long as the thread.
         let gate = unsafe { &*thread::gate_at(self.slot_offset) };
         // SAFETY: whoever holds the reference holds a handle, so the core is alive.
-        let depot = unsafe { self.core.as_ref() }.depot();
+        let depot = &unsafe { self.core.as_ref() }.depot;
         let entry = gate.pop_previous(depot, Place::of(class))?;
         Some((entry.ptr, size_class::size_of(class)))
     }
