@@ -10,7 +10,7 @@ use std::{
     ptr::{self, NonNull},
 };
 
-use crate::pool::Pool;
+use crate::pool::{Pool, PoolRef};
 
 /// What stands for memory of size 0: nothing is taken for it and nothing given back.
 fn nothing(layout: Layout) -> NonNull<[u8]> {
@@ -22,10 +22,19 @@ fn nothing(layout: Layout) -> NonNull<[u8]> {
 
 #[inline(always)]
 fn allocate<R>(pool: &Pool<R>, layout: Layout) -> Option<NonNull<[u8]>> {
+    match pool.inner().take_cached(layout) {
+        Some((ptr, len)) => Some(NonNull::slice_from_raw_parts(ptr, len)),
+        None => allocate_slow(pool.inner(), layout),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn allocate_slow(pool: PoolRef, layout: Layout) -> Option<NonNull<[u8]>> {
     if layout.size() == 0 {
         return Some(nothing(layout));
     }
-    let (ptr, len) = pool.inner().take(layout)?;
+    let (ptr, len) = pool.take(layout)?;
     Some(NonNull::slice_from_raw_parts(ptr, len))
 }
 
@@ -40,11 +49,9 @@ fn allocate_zeroed<R>(pool: &Pool<R>, layout: Layout) -> Option<NonNull<[u8]>> {
 /// The contract of `Allocator::deallocate`.
 #[inline(always)]
 unsafe fn deallocate<R>(pool: &Pool<R>, ptr: NonNull<u8>, layout: Layout) {
-    if layout.size() != 0 {
-        // SAFETY: `ptr` is a block currently allocated by this pool and `layout` fits it (contract), so its
-        // size is at least the one asked for and at most the one answered.
-        unsafe { pool.inner().give(ptr, layout) };
-    }
+    // SAFETY: `ptr` is a block currently allocated by this pool and `layout` fits it (contract), so its size
+    // is at least the one asked for and at most the one answered; or the size is 0.
+    unsafe { pool.inner().give(ptr, layout) };
 }
 
 /// Grows or shrinks.

@@ -22,10 +22,10 @@ use crate::{
     thread,
 };
 
-/// Whether a layout (not of size 0) is one whose class its size alone decides.
+/// Whether a layout is one whose class its size alone decides. One of size 0 has no block.
 #[inline(always)]
 fn is_plain(layout: Layout) -> bool {
-    layout.align() <= MIN_BLOCK && layout.size() <= MAX_BLOCK
+    layout.align() <= MIN_BLOCK && layout.size().wrapping_sub(1) < MAX_BLOCK
 }
 
 /// Whether a block of `class` is odd for a layout.
@@ -97,7 +97,7 @@ impl PoolRef {
         Some((entry.ptr, usable(class, core.slabs.block_len(entry.ptr, class), layout)))
     }
 
-    /// Gives a block back.
+    /// Gives a block back. A size of 0 stands for no block, and does nothing.
     ///
     /// # Safety
     /// `ptr` came from [`take`](PoolRef::take) of this pool, and `layout` is the one that was passed, or one
@@ -105,49 +105,50 @@ impl PoolRef {
     /// gives the block up.
     #[inline(always)]
     pub(crate) unsafe fn give(self, ptr: NonNull<u8>, layout: Layout) {
-        // SAFETY: a block of it is out, so the core is alive.
+        // SAFETY: a block of it is out, or the caller has a handle; either way the core is alive.
         let core = unsafe { self.core.as_ref() };
         // Relaxed: whoever frees an odd block has had its address from whoever counted it.
-        if !is_plain(layout) || core.odd.load(Relaxed) != 0 {
-            // SAFETY: the caller's promise, passed on.
-            return unsafe { Self::give_by_table(self, ptr, layout) };
+        if is_plain(layout) && core.odd.load(Relaxed) == 0 {
+            let place = Place::of(size_class::class_of(layout.size()));
+            let entry = Entry { ptr, keys: core.slabs.map().keys_at(ptr) };
+            // SAFETY: this thread's own gate, which lives as long as the thread.
+            if unsafe { &*thread::gate_at(self.slot_offset) }.push(place, entry) {
+                return;
+            }
         }
-        // SAFETY: the layout is plain and nothing odd is out, so the block is of the class that the size
-        // says; the rest is the caller's promise.
-        unsafe { self.push(ptr, Place::of(size_class::class_of(layout.size()))) };
-    }
-
-    /// # Safety
-    /// `ptr` is a block of this pool of the class at `place`; the caller owns it and gives it up.
-    #[inline(always)]
-    unsafe fn push(self, ptr: NonNull<u8>, place: Place) {
-        // SAFETY: as in `give`.
-        let keys = unsafe { self.core.as_ref() }.slabs.map().keys_at(ptr);
-        let entry = Entry { ptr, keys };
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let gate = unsafe { &*thread::gate_at(self.slot_offset) };
-        if !gate.push(place, entry) {
-            // SAFETY: not pushed, so the block is still the caller's, and of this class (contract).
-            unsafe { Core::free_slow(self.core, entry, place) };
-        }
+        // One call for all that is rare, so that what is common stays short enough to be inlined.
+        // SAFETY: not pushed, so the block is still the caller's, who gives it up.
+        unsafe { Self::give_slow(self.core, ptr, layout) };
     }
 
     /// # Safety
     /// As [`give`](PoolRef::give).
     #[cold]
     #[inline(never)]
-    unsafe fn give_by_table(self, ptr: NonNull<u8>, layout: Layout) {
-        // SAFETY: a block of it is out, so the core is alive.
-        let core = unsafe { self.core.as_ref() };
-        let Some(class) = core.slabs.class_at(ptr) else {
-            debug_assert!(false, "{ptr:p} is no block of this pool");
+    unsafe fn give_slow(core: NonNull<Core>, ptr: NonNull<u8>, layout: Layout) {
+        if layout.size() == 0 {
             return;
-        };
-        if is_odd(class, layout) {
-            core.odd.fetch_sub(1, Relaxed);
         }
-        // SAFETY: the table knows the class; the rest is the caller's promise.
-        unsafe { self.push(ptr, Place::of(class)) };
+        // SAFETY: a block of it is out, so the core is alive until that has been given back.
+        let this = unsafe { core.as_ref() };
+        let class = if is_plain(layout) && this.odd.load(Relaxed) == 0 {
+            size_class::class_of(layout.size())
+        } else {
+            let Some(class) = this.slabs.class_at(ptr) else {
+                debug_assert!(false, "{ptr:p} is no block of this pool");
+                return;
+            };
+            if is_odd(class, layout) {
+                this.odd.fetch_sub(1, Relaxed);
+            }
+            class
+        };
+        let (place, entry) = (Place::of(class), Entry { ptr, keys: this.slabs.map().keys_at(ptr) });
+        // SAFETY: this thread's own gate, which lives as long as the thread.
+        if !unsafe { &*thread::gate_at(this.slot_offset) }.push(place, entry) {
+            // SAFETY: not pushed, so the block is still the caller's, and of this class.
+            unsafe { Core::free_slow(core, entry, place) };
+        }
     }
 
     /// Lets a block that was asked for with `old` be used for `new`, at the same address, if it can be; the
