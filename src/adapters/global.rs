@@ -5,7 +5,8 @@
 //! reservation are empty, so there is no other state to test for.
 //!
 //! **No recursion.** The pool's slow paths allocate. They mark their thread while they do ([`crate::reentry`]),
-//! and a marked thread is served by the wrapped allocator. So is a thread in a forked child, which the
+//! and a marked thread is served by the wrapped allocator; what it frees of the pool's is put off until the mark
+//! is gone. So is a thread in a forked child, which the
 //! pool refuses, and every thread when the pool is out.
 //!
 //! **At the ends.** Gates are thread-local memory without a destructor, and the pool is never torn down once
@@ -29,7 +30,7 @@ use crate::{
     access::{Keys, RemoteBuf, Sge},
     pool::{Core, Pool, PoolRef},
     reach::OneDevice,
-    reentry,
+    reentry::{self, Later},
     sync::unlikely,
 };
 
@@ -76,7 +77,6 @@ pub struct PinnedAlloc<G = System> {
     base: AtomicUsize,
     len: AtomicUsize,
     overflows: AtomicU64,
-    stranded: AtomicU64,
 }
 
 /// Why a pool was not attached.
@@ -123,7 +123,6 @@ impl<G> PinnedAlloc<G> {
             base: AtomicUsize::new(0),
             len: AtomicUsize::new(0),
             overflows: AtomicU64::new(0),
-            stranded: AtomicU64::new(0),
         }
         .sizes(4096..=usize::MAX)
     }
@@ -182,12 +181,6 @@ impl<G> PinnedAlloc<G> {
     /// How often the pool had no room for a size that it should serve, and the wrapped allocator served it.
     pub fn overflows(&self) -> u64 {
         self.overflows.load(Relaxed)
-    }
-
-    /// Blocks that were given up because they were freed in the middle of a pool's changing its own tables. No
-    /// code of this crate does that; a device's `Drop` called from there could.
-    pub fn stranded(&self) -> u64 {
-        self.stranded.load(Relaxed)
     }
 
     /// The keys of the region that holds `ptr`; `None` if it is not the attached pool's memory. Takes no lock.
@@ -272,7 +265,18 @@ impl<G> PinnedAlloc<G> {
             }
         }
     }
+}
 
+/// A free of the pool's memory on a thread that is inside a slow path of the pool.
+#[repr(C)]
+struct Free<G> {
+    later: Later,
+    alloc: *const PinnedAlloc<G>,
+    ptr: *mut u8,
+    layout: Layout,
+}
+
+impl<G: GlobalAlloc> PinnedAlloc<G> {
     /// Gives memory of the pool back.
     ///
     /// # Safety
@@ -281,17 +285,46 @@ impl<G> PinnedAlloc<G> {
     unsafe fn give(&self, ptr: *mut u8, layout: Layout) {
         if reentry::inside() {
             unlikely();
-            return self.strand();
+            // SAFETY: this call's contract.
+            return unsafe { self.give_later(ptr, layout) };
         }
         // SAFETY: memory of the pool was handed out, so one was attached; it came from `take` with this
         // layout, or one that `resize` has allowed since (contract).
         unsafe { self.pool().give(NonNull::new_unchecked(ptr), layout) };
     }
 
+    /// Puts it off until the thread is outside. Only code around the pool gets here: what the wrapped
+    /// allocator runs of its user's, say. If there is no memory for the note, the block stays out.
+    ///
+    /// # Safety
+    /// As [`give`](Self::give).
     #[cold]
     #[inline(never)]
-    fn strand(&self) {
-        self.stranded.fetch_add(1, Relaxed);
+    unsafe fn give_later(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: not of size 0.
+        let note = unsafe { self.wrapped.alloc(Layout::new::<Free<G>>()) }.cast::<Free<G>>();
+        if note.is_null() {
+            return;
+        }
+        let free = Free { later: Later::new(Self::run), alloc: self, ptr, layout };
+        // SAFETY: allocated just now for it; freed by `run` alone. An allocator with memory out is not moved
+        // nor dropped (`GlobalAlloc`'s contract), so it is still there.
+        unsafe {
+            note.write(free);
+            reentry::put_off(note.cast());
+        }
+    }
+
+    /// # Safety
+    /// `later` was put off by `give_later`, and is run once.
+    unsafe fn run(later: *mut Later) {
+        // SAFETY: a note of `give_later`, whose first field this is; the rest is its contract.
+        unsafe {
+            let note = later.cast::<Free<G>>();
+            let Free { alloc, ptr, layout, .. } = note.read();
+            (*alloc).wrapped.dealloc(note.cast(), Layout::new::<Free<G>>());
+            (*alloc).give(ptr, layout);
+        }
     }
 }
 

@@ -163,6 +163,7 @@ impl<R> Part<R> {
     }
 
     /// The bytes beyond the length: where they begin, and how many there are.
+    #[cfg(feature = "bytes")]
     #[inline]
     pub(crate) fn spare(&mut self) -> (NonNull<u8>, usize) {
         // SAFETY: the length is at most the capacity, so this is inside the block or one past its end.

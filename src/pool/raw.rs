@@ -46,6 +46,7 @@ fn usable(class: usize, len: usize, layout: Layout) -> usize {
 impl PoolRef {
     /// Takes a block for a layout, not of size 0: its address, and how many bytes may be used. `None` if
     /// the pool has none.
+    #[cfg_attr(not(any(feature = "allocator-api2", feature = "nightly")), allow(dead_code))]
     #[inline(always)]
     pub(crate) fn take(self, layout: Layout) -> Option<(NonNull<u8>, usize)> {
         self.take_cached(layout).or_else(|| Self::take_slow(self, layout))
