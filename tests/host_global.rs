@@ -215,7 +215,8 @@ fn a_second_pool_is_refused_and_so_is_one_that_can_serve_nothing() {
 fn an_allocator_that_is_not_the_global_one_works_by_itself() {
     let _one = alone();
     let pool = soft(1 << 20).build().unwrap();
-    let own: PinnedAlloc = PinnedAlloc::new().sizes(1..=usize::MAX);
+    static OWN: PinnedAlloc = PinnedAlloc::new().sizes(1..=usize::MAX);
+    let own = &OWN;
     let layout = Layout::from_size_align(100, 8).unwrap();
     // SAFETY: not of size 0; each is freed once with its layout, by the allocator that it came from.
     unsafe {
