@@ -84,11 +84,13 @@ pub(crate) struct Leftover {
     pub(crate) first: Option<RegisterError>,
 }
 
-/// Bytes that stay mapped because a device would not deregister them, over the whole process.
+/// Bytes that stay mapped because a device would not deregister them, or the system not unmap them, over
+/// the whole process.
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of this process that stay mapped and registered for ever, because a device refused to
-/// deregister them. Anything but 0 is a driver's fault worth reporting.
+/// Bytes of this process that stay mapped for ever, because a device refused to deregister them, or the
+/// system to unmap them. Anything but 0 is worth reporting: it is a driver's fault, or the process has as
+/// many mappings as it may (`vm.max_map_count`). [`Event`] tells which, and where.
 pub fn leaked_bytes() -> u64 {
     LEAKED.load(Relaxed)
 }
@@ -97,7 +99,7 @@ impl Arenas {
     /// Brings up all arenas of a plan, or none.
     pub(crate) fn build(plan: &mut Plan) -> Result<Self, BuildError> {
         let len = plan.stride * plan.arenas.len();
-        let reservation = Reservation::new(len, plan.stride)
+        let reservation = Reservation::new(len, plan.stride, plan.mapping.clone())
             .map_err(|source| BuildError::Reserve { len, source })?;
         let mut arenas = Self {
             list: Vec::with_capacity(plan.arenas.len()),
@@ -178,5 +180,10 @@ impl Arenas {
 impl Drop for Arenas {
     fn drop(&mut self) {
         self.take_down();
+        let hook = self.hook.as_ref();
+        self.reservation.release(|addr, len, error| {
+            LEAKED.fetch_add(len as u64, Relaxed);
+            config::tell(hook, &Event::UnmapFailed { addr, len, error: &error });
+        });
     }
 }
