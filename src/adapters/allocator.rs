@@ -172,6 +172,6 @@ macro_rules! allocator {
 #[cfg(feature = "allocator-api2")]
 allocator!(allocator_api2::alloc);
 
-// With both features on, allocator-api2's trait is the standard library's.
-#[cfg(all(feature = "nightly", not(feature = "allocator-api2")))]
+// Two traits, unless `allocator-api2/nightly` is on, which makes them one: then `nightly` alone must be.
+#[cfg(feature = "nightly")]
 allocator!(std::alloc);
