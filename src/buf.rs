@@ -132,6 +132,11 @@ impl<R> Buf<R> {
         self.len = self.len.min(len);
     }
 
+    /// Sets the length to 0. What is then written by [`std::io::Write`] starts at the first byte.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+
     /// The first byte's address. It stays the same as long as this buffer lives.
     #[inline]
     pub fn as_ptr(&self) -> *const u8 {

@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "nightly", feature(allocator_api))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -47,6 +48,8 @@ mod problem;
 #[cfg(not(loom))]
 pub mod reach;
 #[cfg(not(loom))]
+mod reentry;
+#[cfg(not(loom))]
 mod size_class;
 mod sync;
 
@@ -91,7 +94,9 @@ mod local;
 #[cfg(not(loom))]
 mod pool;
 
-// Layer 6: what looks a machine over, and rights over single buffers.
+// Layer 6: the faces, what looks a machine over, and rights over single buffers.
+#[cfg(not(loom))]
+mod adapters;
 #[cfg(not(loom))]
 mod doctor;
 #[cfg(not(loom))]
@@ -109,6 +114,14 @@ pub mod loopback;
 #[allow(dead_code, unused_imports, unreachable_pub)]
 mod loopback;
 
+#[cfg(not(loom))]
+pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "codec"))]
+pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "global"))]
+pub use crate::adapters::{AttachError, PinnedAlloc};
+#[cfg(all(not(loom), feature = "bytemuck"))]
+pub use crate::adapters::{PodError, Typed};
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},

@@ -1,7 +1,7 @@
 //! From an address to its arena's keys, and from a page to its slab: one subtraction, one compare, one
 //! shift, one load. Readers take no lock and may pass any pointer.
 
-use std::io;
+use std::{io, ptr::NonNull};
 
 use crate::{
     access::PackedKeys,
@@ -105,6 +105,23 @@ impl PageMap {
     #[inline]
     pub(crate) fn slot_at(&self, addr: usize) -> usize {
         addr.wrapping_sub(self.base) >> self.stride_shift
+    }
+
+    /// Whether two addresses in the pool's range are in one arena's part of it.
+    pub(crate) fn same_arena(&self, a: usize, b: usize) -> bool {
+        (a.wrapping_sub(self.base) >> self.stride_shift)
+            == (b.wrapping_sub(self.base) >> self.stride_shift)
+    }
+
+    /// The keys of the region that holds a block.
+    #[inline(always)]
+    pub(crate) fn keys_at(&self, block: NonNull<u8>) -> PackedKeys {
+        let offset = (block.as_ptr() as usize).wrapping_sub(self.base);
+        debug_assert!(offset < self.len);
+        // SAFETY: a block lies in a published arena, so its offset is below `len`, and there is an entry for
+        // every arena's worth of that.
+        let entry = unsafe { self.arenas.get_unchecked(offset >> self.stride_shift) };
+        PackedKeys::from_word(entry.keys())
     }
 
     /// Which page of the pool an address lies in, if it lies in the pool's range.

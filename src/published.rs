@@ -37,6 +37,13 @@ impl Published {
         self.len.store(0, Relaxed);
     }
 
+    /// The keys, for who knows that it is there: it holds a block of the arena, which was taken after the
+    /// arena was published and handed on since.
+    #[inline(always)]
+    pub(crate) fn keys(&self) -> u64 {
+        self.keys.load(Relaxed)
+    }
+
     /// The keys, if it is there and reaches beyond `offset`.
     #[inline]
     pub(crate) fn keys_at(&self, offset: u64) -> Option<u64> {

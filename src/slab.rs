@@ -14,14 +14,13 @@ mod arenas;
 
 use std::{collections::BTreeSet, io, ptr::NonNull, sync::Arc};
 
-use parking_lot::{Mutex, MutexGuard};
-
 use self::arenas::ArenaUse;
 use crate::{
     access::PackedKeys,
     bell::Bell,
     error::FreeError,
     page_map::{PageEntry, PageMap},
+    reentry::{Mutex, MutexGuard},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
         AtomicU32, AtomicU64, AtomicUsize,
@@ -309,6 +308,12 @@ impl Slabs {
         }
         let slab = self.map.page_of(ptr.as_ptr() as usize).and_then(|p| self.slab_at(p));
         slab.map_or(0, |(_, slab)| (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT)
+    }
+
+    /// The class of the block at `ptr`, which must be out.
+    pub(crate) fn class_at(&self, ptr: NonNull<u8>) -> Option<usize> {
+        let page = self.map.page_of(ptr.as_ptr() as usize)?;
+        self.slab_at(page).map(|(_, slab)| slab.class.load(Relaxed) as usize)
     }
 
     pub(crate) fn counts(&self) -> Counts {

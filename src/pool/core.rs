@@ -14,8 +14,6 @@ use std::{
     },
 };
 
-use parking_lot::{Mutex, MutexGuard};
-
 use super::{grow::Grower, rails::Shown};
 use crate::{
     access::Access,
@@ -27,6 +25,7 @@ use crate::{
     magazine::Local,
     page_map::PageMap,
     published::RailTable,
+    reentry::{self, Mutex, MutexGuard},
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
@@ -37,7 +36,7 @@ use crate::{
 /// What the handles, the buffers and the threads of one pool share.
 ///
 /// Lives while a handle or a buffer does. The first fields are all that the hot path reads; nothing
-/// writes to them after the pool was built.
+/// writes to them after the pool was built, but to `odd` when memory is short.
 ///
 /// Aligned so that they share no line with the reference count that slow paths write.
 #[repr(C, align(128))]
@@ -49,6 +48,8 @@ pub(crate) struct Core {
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
     pub(super) gated: bool,
     pub(super) access: Access,
+    /// Blocks out that are not of the class that their layout says; see `raw`.
+    pub(super) odd: AtomicUsize,
     /// To the core itself, for threads to keep.
     pub(super) own: Weak<Self>,
     pub(crate) id: u64,
@@ -89,6 +90,8 @@ impl Core {
         let mapping = plan.mapping.clone();
         let arenas = Arenas::build(plan)?;
         let tables = |source| BuildError::Reserve { len: arenas.reserved() / PAGE * 4, source };
+        // Changed under locks later on, so made as they are then.
+        let _own = reentry::enter();
         let base = arenas.base().as_ptr() as usize;
         let table = || mapping.before(MapStep::Table, 0, arenas.reserved(), 0);
         let map = || PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
@@ -106,6 +109,7 @@ impl Core {
             remote: access.is_remote(),
             gated: asymmetric_barrier_available(),
             access,
+            odd: AtomicUsize::new(0),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
