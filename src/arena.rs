@@ -1,13 +1,16 @@
 //! Arenas: mapping and registration, in the one order that is safe, and back in the reverse order.
 //!
-//! All arenas of a pool lie in one reserved address range, a power of two apart, each registered as one
-//! memory region. Bringing them up (`start`): map → bind to NUMA nodes → fault in → register. Taking one
+//! All arenas of a pool lie in one address range, reserved or lent, a power of two apart, each registered as
+//! one memory region. Bringing them up (`start`): map → bind to NUMA nodes → fault in → register. Taking one
 //! down: deregister → unmap; the PD goes with the last reference to the registrar (P4). What lies inside an arena is the slabs'
 //! business.
 
 mod start;
 
 use std::{
+    io, mem,
+    os::fd::OwnedFd,
+    path::PathBuf,
     ptr::NonNull,
     sync::{
         Arc,
@@ -18,10 +21,10 @@ use std::{
 
 use crate::{
     access::{Access, Keys, PackedKeys},
-    config::{self, Event, EventHook, Plan},
+    config::{self, Backing, Event, EventHook, Memory, Plan},
     device::{Registrar, Registration},
-    error::{BuildError, RegisterError},
-    sys::mmap::Reservation,
+    error::{AdoptError, BuildError, RegisterError},
+    sys::mmap::{Origin, Reservation},
 };
 
 /// One arena as it stands: where it is and what it is made of.
@@ -93,12 +96,29 @@ pub fn leaked_bytes() -> u64 {
     LEAKED.load(Relaxed)
 }
 
+/// The address range of a plan.
+fn reserve(plan: &mut Plan) -> Result<Reservation, BuildError> {
+    let slots = plan.fixed.iter().map(|f| f.slot + 1).max().unwrap_or(plan.arenas.len());
+    let len = plan.stride * slots;
+    let origin = match mem::take(&mut plan.memory) {
+        Memory::Lent(lent) => {
+            // SAFETY: who lent it vouched for it (`Builder::adopt`), for as long as the pool and its buffers.
+            let lent = unsafe { Reservation::lend(lent.addr, plan.capacity) };
+            let in_use = |(start, end)| BuildError::Adopt(AdoptError::InUse { start, end });
+            return lent.map_err(in_use);
+        }
+        Memory::Mapped(Backing::Private) => Origin::Private,
+        Memory::Mapped(Backing::Memfd) => Origin::Memfd,
+        Memory::Mapped(Backing::Hugetlbfs(dir)) => Origin::Hugetlbfs(dir),
+        Memory::Joined(files) => Origin::Given(files),
+    };
+    Reservation::of(len, plan.stride, origin).map_err(|source| BuildError::Reserve { len, source })
+}
+
 impl Arenas {
     /// Brings up all arenas of a plan, or none.
     pub(crate) fn build(plan: &mut Plan) -> Result<Self, BuildError> {
-        let len = plan.stride * plan.arenas.len();
-        let reservation = Reservation::new(len, plan.stride)
-            .map_err(|source| BuildError::Reserve { len, source })?;
+        let reservation = reserve(plan)?;
         let mut arenas = Self {
             list: Vec::with_capacity(plan.arenas.len()),
             reservation,
@@ -117,6 +137,12 @@ impl Arenas {
 
     pub(crate) fn reserved(&self) -> usize {
         self.reservation.len()
+    }
+
+    /// The files that the arenas are made of, if any: each arena's offset, a descriptor, and a path where
+    /// there is one.
+    pub(crate) fn files(&self) -> io::Result<Vec<(usize, OwnedFd, Option<PathBuf>)>> {
+        self.reservation.files()
     }
 
     pub(crate) fn register_calls(&self) -> u64 {

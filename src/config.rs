@@ -1,6 +1,8 @@
 //! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
 //! made here beyond reading limits.
 
+mod memory;
+mod share;
 mod start;
 
 use std::fmt;
@@ -19,8 +21,15 @@ use crate::{
     },
 };
 
-pub use self::start::{Numa, Progress, Stage};
-pub(crate) use self::start::{Placement, Start};
+pub(crate) use self::{
+    memory::{Fixed, Memory},
+    start::{Placement, Start},
+};
+pub use self::{
+    memory::Backing,
+    share::{ArenaLayout, PoolShare, ShareLayout},
+    start::{Numa, Progress, Stage},
+};
 
 /// A size of hugepage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -139,6 +148,7 @@ pub struct Builder {
     colouring: bool,
     hook: Option<EventHook>,
     start: start::Wishes,
+    memory: memory::Wishes,
 }
 
 impl Default for Builder {
@@ -152,6 +162,7 @@ impl Default for Builder {
             colouring: false,
             hook: None,
             start: start::Wishes::default(),
+            memory: memory::Wishes::default(),
         }
     }
 }
@@ -229,17 +240,28 @@ impl Builder {
 
     /// Checks everything that can be known before the first page is mapped.
     fn plan(self) -> Result<Plan, BuildError> {
-        let device = self.device.ok_or(BuildError::NoDevice)?;
+        self.plan_on(None)
+    }
+
+    /// The same for memory that is there already, if `share` or the builder names some.
+    pub(crate) fn plan_on(mut self, share: Option<PoolShare>) -> Result<Plan, BuildError> {
+        let device = self.device.take().ok_or(BuildError::NoDevice)?;
         let info = device.info();
-        let asked = Asked {
-            access: self.access,
-            capacity: self.capacity,
-            arena_size: self.arena_size,
-            pages: self.pages,
-        };
-        let (Layout { capacity, stride, arenas, page_sizes }, found) =
-            asked.examine(&info, &Facts::gather())?;
-        let start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
+        let facts = Facts::gather();
+        let asked = self.asked();
+        let (Layout { capacity, stride, arenas, page_sizes }, found, memory, fixed) =
+            match self.memory_given(share, &info)? {
+                Some(given) => given.examine(&asked, &info, &facts)?,
+                None => {
+                    let (backing, pages) = self.planned_backing()?;
+                    let (layout, found) = asked.examine_on(&info, &facts, pages)?;
+                    (layout, found, Memory::Mapped(backing), Vec::new())
+                }
+            };
+        let mut start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
+        if memory.is_given() {
+            start.placement = Placement::Anywhere;
+        }
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
@@ -254,7 +276,14 @@ impl Builder {
             pad: if self.colouring { MIN_BLOCK } else { 0 },
             hook: self.hook,
             start,
+            memory,
+            fixed,
         })
+    }
+
+    fn asked(&self) -> Asked {
+        let Self { access, capacity, arena_size, pages, .. } = *self;
+        Asked { access, capacity, arena_size, pages }
     }
 }
 
@@ -284,16 +313,30 @@ impl Asked {
         info: &DeviceInfo,
         facts: &Facts,
     ) -> Result<(Layout, Findings), BuildError> {
-        if let Some(reason) = self.access.conflict() {
-            return Err(BuildError::Access { access: self.access, reason });
+        self.examine_on(info, facts, self.pages.candidates())
+    }
+
+    fn check_access(&self) -> Result<(), BuildError> {
+        match self.access.conflict() {
+            Some(reason) => Err(BuildError::Access { access: self.access, reason }),
+            None => Ok(()),
         }
+    }
+
+    /// The same on pages of these sizes, best first; and what is wrong with those asked for.
+    fn examine_on(
+        &self,
+        info: &DeviceInfo,
+        facts: &Facts,
+        (page_sizes, absent): (Vec<usize>, Option<Problem>),
+    ) -> Result<(Layout, Findings), BuildError> {
+        self.check_access()?;
         if self.capacity == 0 {
             return Err(BuildError::ZeroCapacity);
         }
         if self.capacity > MAX {
             return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
         }
-        let (page_sizes, absent) = self.pages.candidates();
         let page = page_sizes[0];
         let capacity = self.capacity.next_multiple_of(page);
         let (mut first, mut notes) = (Vec::new(), Vec::new());
@@ -323,6 +366,7 @@ impl Asked {
             stride,
             page_sizes: &page_sizes,
             base_page: mmap::base_page(),
+            there: false,
         };
         let mut found = preflight::judge(&demand, facts);
         found.problems.splice(0..0, first);
@@ -409,6 +453,9 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    pub(crate) memory: Memory,
+    /// Where each arena lies and what it is made of, if others decided that; else empty.
+    pub(crate) fixed: Vec<Fixed>,
 }
 
 #[cfg(test)]

@@ -88,6 +88,8 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod shared;
 
 // Layer 6: what looks a machine over.
 #[cfg(not(loom))]
@@ -103,18 +105,23 @@ pub use crate::{
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
+    config::{
+        ArenaLayout, Backing, Builder, Event, Numa, PageSize, Pages, PoolShare, Progress,
+        ShareLayout, Stage,
+    },
     device::Device,
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError,
+        RegisterError, ShareError,
     },
     local::LocalPool,
     pool::Pool,
     problem::Problem,
+    shared::SharedArenas,
     stats::{ClassStats, Stats},
 };
 

@@ -6,6 +6,7 @@ mod books;
 mod core;
 mod free;
 mod reference;
+mod share;
 mod teardown;
 mod threads;
 

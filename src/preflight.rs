@@ -19,6 +19,8 @@ pub(crate) struct Demand<'a> {
     pub(crate) page_sizes: &'a [usize],
     /// Bytes of a base page.
     pub(crate) base_page: usize,
+    /// Whether all of it is mapped already, and will only be registered.
+    pub(crate) there: bool,
 }
 
 /// What was found.
@@ -46,8 +48,10 @@ pub(crate) fn judge(demand: &Demand<'_>, facts: &Facts) -> Findings {
         });
     }
     found.problems.extend(memlock(info, sum(arenas), &facts.memlock));
-    hugepages(demand, facts, &mut found);
-    base_pages(facts, &mut found);
+    if !demand.there {
+        hugepages(demand, facts, &mut found);
+        base_pages(facts, &mut found);
+    }
     // One for each arena, and some for the guards beside them and the tables.
     let needed = (arenas.len() as u64).saturating_add(8);
     if let Some(limit) = facts.max_maps
@@ -221,7 +225,8 @@ mod tests {
     ) -> Findings {
         let arenas = vec![arena as usize; count];
         let stride = (arena as usize).next_power_of_two();
-        judge(&Demand { info, arenas: &arenas, stride, page_sizes, base_page: BASE }, facts)
+        let there = false;
+        judge(&Demand { info, arenas: &arenas, stride, page_sizes, base_page: BASE, there }, facts)
     }
 
     fn kinds(problems: &[Problem]) -> Vec<&'static str> {

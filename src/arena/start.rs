@@ -149,7 +149,8 @@ impl Start<'_> {
     }
 
     fn place(&self, index: usize) -> (usize, usize) {
-        (index * self.plan.stride, self.plan.arenas[index])
+        let slot = self.plan.fixed.get(index).map_or(index, |f| f.slot);
+        (slot * self.plan.stride, self.plan.arenas[index])
     }
 
     /// Maps an arena with the best page size to be had, from the `candidate`-th. Says what a better one
@@ -162,7 +163,11 @@ impl Start<'_> {
         mut tried: Option<Tried>,
     ) -> Result<(Coming, Option<Tried>), BuildError> {
         let sizes = &self.plan.page_sizes;
+        let fixed = self.plan.fixed.get(index).map(|f| f.page_size);
         for (candidate, &page_size) in sizes.iter().enumerate().skip(candidate) {
+            if fixed.is_some_and(|p| p != page_size) {
+                continue;
+            }
             let start = Instant::now();
             match self.map_pages(state, index, page_size) {
                 Ok(()) => {

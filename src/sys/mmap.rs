@@ -1,16 +1,22 @@
-//! Mappings: reserving an address range, backing parts of it with pages, zeroed side tables, and
-//! locking. Every failure is returned; no page is left to be faulted in by a signal.
+//! Mappings: reserving an address range, or borrowing one that is mapped; backing parts of it with pages,
+//! private or of a file; zeroed side tables, and locking. Every failure is returned; no page is left to be
+//! faulted in by a signal.
 #![allow(clippy::disallowed_methods)]
 
 use std::{
+    collections::BTreeMap,
     io,
-    os::fd::AsRawFd,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::PathBuf,
     ptr::{self, NonNull},
 };
 
 use parking_lot::Mutex;
 
-use super::numa::{self, Mode, NodeSet};
+use super::{
+    numa::{self, Mode, NodeSet},
+    shared::MemoryFile,
+};
 
 /// Bytes of a base page.
 pub(crate) fn base_page() -> usize {
@@ -19,9 +25,27 @@ pub(crate) fn base_page() -> usize {
     usize::try_from(n).unwrap_or(4096)
 }
 
+/// Where the pages of a reservation come from.
+#[derive(Debug)]
+pub(crate) enum Origin {
+    /// Fresh, and this process's alone.
+    Private,
+    /// An anonymous file for each part that is mapped.
+    Memfd,
+    /// A file for each part, in this directory of a mounted hugetlbfs.
+    Hugetlbfs(PathBuf),
+    /// Files that somebody else made, by the offset that each belongs at, with what they hold.
+    Given(Vec<(usize, OwnedFd)>),
+    /// Mapped by somebody else, who keeps it mapped while the reservation lives.
+    Lent,
+}
+
 /// An address range that nothing else will be mapped into. Pages are placed in it with [`map_pages`]
 /// and taken out with [`unback`]; both keep the rest reserved. Dropping it unmaps all but the parts
 /// that were given up with [`leak`].
+///
+/// One that is [lent](Reservation::lend) is mapped by somebody else: nothing is ever placed in it, taken
+/// out, bound or unmapped.
 ///
 /// [`map_pages`]: Reservation::map_pages
 /// [`unback`]: Reservation::unback
@@ -30,10 +54,23 @@ pub(crate) fn base_page() -> usize {
 pub(crate) struct Reservation {
     base: NonNull<u8>,
     len: usize,
-    /// Parts that dropping this value must not unmap, as (offset, length), sorted by offset: still
-    /// written by a device, or no longer ours.
-    spared: Mutex<Vec<(usize, usize)>>,
+    origin: Origin,
+    /// The files of the parts that are mapped, by offset.
+    files: Mutex<BTreeMap<usize, MemoryFile>>,
+    /// Parts that dropping this value must not unmap, sorted by offset.
+    spared: Mutex<Vec<Spared>>,
 }
+
+#[derive(Clone, Copy, Debug)]
+struct Spared {
+    offset: usize,
+    len: usize,
+    /// A device may still write to it; else it is no longer ours.
+    held: bool,
+}
+
+/// All reservations of this process, and what their devices kept, by first byte: one past the last.
+static RANGES: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
 // SAFETY: the value is an address range that it alone owns; nothing in it is tied to a thread.
 unsafe impl Send for Reservation {}
@@ -43,8 +80,15 @@ unsafe impl Sync for Reservation {}
 
 impl Reservation {
     /// Reserves `len` bytes aligned to `align` (a power of two, at least a page), with one
-    /// inaccessible page before and behind.
+    /// inaccessible page before and behind, for private pages.
+    #[cfg(test)]
     pub(crate) fn new(len: usize, align: usize) -> io::Result<Self> {
+        Self::of(len, align, Origin::Private)
+    }
+
+    /// Reserves `len` bytes aligned to `align` (a power of two, at least a page), with one
+    /// inaccessible page before and behind.
+    pub(crate) fn of(len: usize, align: usize, mut origin: Origin) -> io::Result<Self> {
         debug_assert!(align.is_power_of_two() && align >= base_page());
         let page = base_page();
         let total = len
@@ -58,7 +102,50 @@ impl Reservation {
         unmap(start, low - start);
         unmap(high, start + total - high);
         let base = NonNull::new(base as *mut u8).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { base, len, spared: Mutex::new(Vec::new()) })
+        RANGES.lock().insert(low, high);
+        let mut files = BTreeMap::new();
+        if let Origin::Given(given) = &mut origin {
+            files.extend(given.drain(..).map(|(offset, fd)| (offset, MemoryFile::given(fd))));
+        }
+        Ok(Self { base, len, origin, files: files.into(), spared: Mutex::default() })
+    }
+
+    /// Borrows a range that is mapped. If a reservation of this process has part of it, that one's range is
+    /// the error.
+    ///
+    /// # Safety
+    /// The range is mapped, readable and writable, and stays so while the value and all that was told of the
+    /// range use it.
+    pub(crate) unsafe fn lend(base: NonNull<u8>, len: usize) -> Result<Self, (usize, usize)> {
+        let (start, end) = (base.as_ptr() as usize, base.as_ptr() as usize + len);
+        let mut ranges = RANGES.lock();
+        // Ranges do not overlap, so the last that starts before the end is the one to look at.
+        if let Some((&a, &b)) = ranges.range(..end).next_back().filter(|&(_, &b)| b > start) {
+            return Err((a, b));
+        }
+        ranges.insert(start, end);
+        let origin = Origin::Lent;
+        Ok(Self { base, len, origin, files: Mutex::default(), spared: Mutex::default() })
+    }
+
+    /// First byte and length of the range that it keeps from others: guards belong to it.
+    fn kept(&self) -> (usize, usize) {
+        let guard = if self.is_lent() { 0 } else { base_page() };
+        (self.base.as_ptr() as usize - guard, self.len + 2 * guard)
+    }
+
+    fn is_lent(&self) -> bool {
+        matches!(self.origin, Origin::Lent)
+    }
+
+    /// The files of what is mapped: at which offset, a descriptor, and a path where there is one.
+    pub(crate) fn files(&self) -> io::Result<Vec<(usize, OwnedFd, Option<PathBuf>)>> {
+        let files = self.files.lock();
+        let file = |(&offset, file): (&usize, &MemoryFile)| {
+            let path = file.path().map(PathBuf::from);
+            Ok((offset, file.as_fd().try_clone_to_owned()?, path))
+        };
+        files.iter().map(file).collect()
     }
 
     pub(crate) fn base(&self) -> NonNull<u8> {
@@ -71,12 +158,12 @@ impl Reservation {
 
     fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
         assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "outside reservation");
-        // SAFETY: the assertion keeps the result inside the reserved range, which is one mapping.
+        // SAFETY: the assertion keeps the result inside the range, which no gap divides.
         unsafe { self.base.add(offset) }
     }
 
-    /// Maps zeroed private pages of `page` bytes at `offset`; none of them is in memory yet, and hugepages
-    /// are promised.
+    /// Maps pages of `page` bytes at `offset`, zeroed unless they are of a given file; none of them need be
+    /// in memory yet, and hugepages are promised. Does nothing if the range is lent.
     ///
     /// All or nothing: on an error the range is reserved again.
     ///
@@ -89,26 +176,44 @@ impl Reservation {
         page: usize,
     ) -> io::Result<()> {
         let addr = self.at(offset, len);
-        let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        let huge = page > base_page();
-        if huge {
-            flags |= libc::MAP_HUGETLB | ((page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT);
-            // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
-            // by then unmapped the reservation on older kernels, so ask beside it first.
-            let probe = map(None, len, READ_WRITE, flags & !libc::MAP_FIXED)?;
-            unmap(probe.as_ptr() as usize, len);
-        } else {
-            flags |= libc::MAP_NORESERVE;
+        let mut made = None;
+        match &self.origin {
+            Origin::Lent => return Ok(()),
+            Origin::Private | Origin::Given(_) => {}
+            Origin::Memfd => made = Some(MemoryFile::anonymous(len, page)?),
+            Origin::Hugetlbfs(dir) => made = Some(MemoryFile::in_hugetlbfs(dir, len)?),
         }
-        if let Err(e) = map(Some(addr), len, READ_WRITE, flags) {
+        let mut files = self.files.lock();
+        let file = made.as_ref().or_else(|| files.get(&offset)).map(AsFd::as_fd);
+        let huge = page > base_page();
+        let flags = match file {
+            Some(_) => libc::MAP_SHARED,
+            None if matches!(self.origin, Origin::Given(_)) => {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            None if huge => {
+                let size = (page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size
+            }
+            None => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+        };
+        if huge {
+            // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
+            // by then unmapped the reservation on older kernels, so ask beside it first. (A file keeps
+            // what it was promised.)
+            let probe = map_file(None, len, READ_WRITE, flags, file)?;
+            unmap(probe.as_ptr() as usize, len);
+        }
+        if let Err(e) = map_file(Some(addr), len, READ_WRITE, flags | libc::MAP_FIXED, file) {
             // Somebody took the pages in between. Whether the range is still reserved is not known;
             // take it back only if it is free.
             let again = map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED_NOREPLACE);
             if again.is_err() {
-                self.spare(offset, len);
+                self.spare(offset, len, false);
             }
             return Err(e);
         }
+        files.extend(made.map(|file| (offset, file)));
         if !huge {
             // SAFETY: the range was mapped just now and is ours; the advice changes no contents.
             unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
@@ -116,13 +221,15 @@ impl Reservation {
         Ok(())
     }
 
-    /// Brings every page of a part into memory that [`map_pages`](Self::map_pages) mapped and nobody has
-    /// written to, or says why it cannot. Several threads may each do a part.
+    /// Brings every page of a part into memory that [`map_pages`](Self::map_pages) mapped and, unless it was
+    /// mapped or made by somebody else, nobody has written to; or says why it cannot. Contents stay. Several
+    /// threads may each do a part.
     pub(crate) fn fault_in(&self, offset: usize, len: usize) -> io::Result<()> {
-        fault_in(self.at(offset, len), len)
+        let fresh = !matches!(self.origin, Origin::Lent | Origin::Given(_));
+        fault_in(self.at(offset, len), len, fresh)
     }
 
-    /// Says where the pages of a part that is mapped shall come from.
+    /// Says where the pages of a part that is mapped shall come from. Does nothing if the range is lent.
     pub(crate) fn bind(
         &self,
         offset: usize,
@@ -130,6 +237,9 @@ impl Reservation {
         to: &NodeSet,
         mode: Mode,
     ) -> io::Result<()> {
+        if self.is_lent() {
+            return Ok(());
+        }
         // SAFETY: `at` checks that the range lies in this reservation, whose mappings are ours.
         unsafe { numa::bind(self.at(offset, len), len, mode, to) }
     }
@@ -139,43 +249,58 @@ impl Reservation {
         numa::node_of(self.at(offset, len), len, page)
     }
 
-    /// Gives the pages at `offset` back to the system and reserves the range again.
+    /// Gives the pages at `offset` back to the system, as far as no other process shares them, and reserves
+    /// the range again. Does nothing if the range is lent.
     ///
     /// # Safety
     /// Nobody uses `offset..offset + len` any more: neither this process nor a device.
     pub(crate) unsafe fn unback(&self, offset: usize, len: usize) {
         let addr = self.at(offset, len);
+        if self.is_lent() {
+            return;
+        }
         if map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED).is_err() {
             // Only a full mapping table can bring this about. The pages must go all the same, and the
             // hole may be filled by others, so it is no longer ours.
             unmap(addr.as_ptr() as usize, len);
-            self.spare(offset, len);
+            self.spare(offset, len, false);
         }
+        self.files.lock().remove(&offset);
     }
 
     /// Keeps `offset..offset + len` mapped for ever: a device may still write to it.
     pub(crate) fn leak(&self, offset: usize, len: usize) {
-        self.spare(offset, len);
+        self.spare(offset, len, true);
     }
 
-    fn spare(&self, offset: usize, len: usize) {
+    fn spare(&self, offset: usize, len: usize, held: bool) {
         let _ = self.at(offset, len);
         let mut spared = self.spared.lock();
-        let i = spared.partition_point(|&(o, _)| o < offset);
-        spared.insert(i, (offset, len));
+        let i = spared.partition_point(|s| s.offset < offset);
+        spared.insert(i, Spared { offset, len, held });
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let page = base_page();
+        let (start, len) = self.kept();
         let base = self.base.as_ptr() as usize;
-        let mut from = base - page;
-        for &(offset, len) in self.spared.get_mut().iter() {
-            unmap(from, base + offset - from);
+        let lent = self.is_lent();
+        let mut ranges = RANGES.lock();
+        ranges.remove(&start);
+        let mut from = start;
+        for &Spared { offset, len, held } in self.spared.get_mut().iter() {
+            if held {
+                ranges.insert(base + offset, base + offset + len);
+            }
+            if !lent {
+                unmap(from, base + offset - from);
+            }
             from = base + offset + len;
         }
-        unmap(from, base + self.len + page - from);
+        if !lent {
+            unmap(from, start + len - from);
+        }
     }
 }
 
@@ -183,10 +308,22 @@ const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 const RESERVED: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
 fn map(at: Option<NonNull<u8>>, len: usize, prot: i32, flags: i32) -> io::Result<NonNull<u8>> {
+    map_file(at, len, prot, flags, None)
+}
+
+/// Maps a file from its start, or, without one, what `flags` say.
+fn map_file(
+    at: Option<NonNull<u8>>,
+    len: usize,
+    prot: i32,
+    flags: i32,
+    file: Option<BorrowedFd<'_>>,
+) -> io::Result<NonNull<u8>> {
+    let fd = file.map_or(-1, |f| f.as_raw_fd());
     let hint = at.map_or(ptr::null_mut(), |p| p.as_ptr().cast());
     // SAFETY: without an address mmap picks unused space. With one (MAP_FIXED) the range lies inside
     // a Reservation whose caller owns it, so no mapping of anybody else is replaced.
-    let p = unsafe { libc::mmap(hint, len, prot, flags, -1, 0) };
+    let p = unsafe { libc::mmap(hint, len, prot, flags, fd, 0) };
     if p == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
@@ -201,10 +338,11 @@ fn unmap(addr: usize, len: usize) {
     }
 }
 
-/// Brings every page of a fresh writable mapping into memory, or says why it cannot.
-fn fault_in(addr: NonNull<u8>, len: usize) -> io::Result<()> {
+/// Brings every page of a writable mapping into memory, or says why it cannot. `fresh` says that nobody has
+/// written to it.
+fn fault_in(addr: NonNull<u8>, len: usize, fresh: bool) -> io::Result<()> {
     loop {
-        // SAFETY: the caller mapped the range just now and owns it; populating changes no contents.
+        // SAFETY: the range is mapped and the caller's to use; populating changes no contents.
         let r = unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_POPULATE_WRITE) };
         if r == 0 {
             return Ok(());
@@ -212,8 +350,9 @@ fn fault_in(addr: NonNull<u8>, len: usize) -> io::Result<()> {
         let e = io::Error::last_os_error();
         match e.raw_os_error() {
             Some(libc::EINTR | libc::EAGAIN) => {}
-            // Kernels before 5.14.
-            Some(libc::EINVAL) => return fault_in_by_read(addr, len),
+            // Kernels before 5.14, and mappings that cannot be populated.
+            Some(libc::EINVAL) if fresh => return fault_in_by_read(addr, len),
+            Some(libc::EINVAL) => return fault_in_by_look(addr, len),
             _ => return Err(e),
         }
     }
@@ -239,6 +378,23 @@ fn fault_in_by_read(addr: NonNull<u8>, len: usize) -> io::Result<()> {
                     return Err(e);
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// The older way where contents must stay: have the kernel read a byte of each page. What only a store could
+/// bring into memory (a private page that was never written) the device's own registration does, which answers
+/// with an error as well.
+fn fault_in_by_look(addr: NonNull<u8>, len: usize) -> io::Result<()> {
+    let sink = MemoryFile::anonymous(base_page(), base_page())?;
+    for offset in (0..len).step_by(base_page()) {
+        // SAFETY: the kernel reads one byte of a range that is mapped, and answers EFAULT where it cannot.
+        let n = unsafe {
+            libc::pwrite(sink.as_fd().as_raw_fd(), addr.as_ptr().add(offset).cast(), 1, 0)
+        };
+        if n != 1 {
+            return Err(io::Error::last_os_error());
         }
     }
     Ok(())
@@ -363,8 +519,50 @@ mod tests {
     #[test]
     fn faulting_in_what_cannot_be_written_is_an_error_not_a_signal() {
         let r = Reservation::new(1 << 20, 4096).expect("reserve");
-        assert!(fault_in(r.base(), 1 << 20).is_err());
+        assert!(fault_in(r.base(), 1 << 20, true).is_err());
         assert!(fault_in_by_read(r.base(), 1 << 20).is_err());
+        assert!(fault_in_by_look(r.base(), 1 << 20).is_err());
+    }
+
+    #[test]
+    fn the_older_way_keeps_contents_where_there_are_some() {
+        let r = Reservation::of(1 << 20, 4096, Origin::Memfd).expect("reserve");
+        // SAFETY: the range is ours and unused.
+        unsafe { r.map_pages(0, 1 << 20, base_page()) }.expect("map");
+        // SAFETY: mapped just now, and nobody else knows of it.
+        unsafe { r.at(5000, 1).as_ptr().write(7) };
+        fault_in_by_look(r.base(), 1 << 20).expect("fault in");
+        // SAFETY: as above.
+        assert_eq!(unsafe { r.at(5000, 1).as_ptr().read() }, 7);
+        let mut vec = vec![0u8; (1 << 20) / base_page()];
+        // SAFETY: the range is mapped and `vec` has a byte for each of its pages.
+        let r = unsafe { libc::mincore(r.base().as_ptr().cast(), 1 << 20, vec.as_mut_ptr()) };
+        assert_eq!(r, 0);
+        assert!(vec.iter().all(|&b| b & 1 == 1), "every page is resident");
+    }
+
+    #[test]
+    fn what_is_reserved_is_not_lent_and_what_is_lent_is_not_lent_again() {
+        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        let (start, end) = (r.base().as_ptr() as usize, r.base().as_ptr() as usize + (1 << 20));
+        let kept = Some((start - base_page(), end + base_page()));
+        // SAFETY: what is refused is not used.
+        let lend = |addr: usize, len| unsafe {
+            Reservation::lend(NonNull::new(addr as *mut u8).expect("not null"), len)
+        };
+        for (addr, len) in [(start, 4096), (end - 1, 1), (start - 8192, 8192), (end, 4096)] {
+            assert_eq!(lend(addr, len).err(), kept, "{addr:#x} {len}");
+        }
+        drop(lend(end + base_page(), 4096).expect("beside it"));
+        let lent = lend(end + base_page(), 8192).expect("again, once it was given back");
+        let (a, b) = (end + base_page(), end + base_page() + 8192);
+        assert_eq!(lend(b - 1, 1).err(), Some((a, b)));
+        lent.leak(4096, 4096);
+        drop(lent);
+        assert_eq!(lend(a, 8192).err(), Some((a + 4096, b)), "what a device kept stays taken");
+        drop(lend(a, 4096).expect("the rest does not"));
+        drop(r);
+        drop(lend(start, 4096).expect("unmapped, but nobody's"));
     }
 
     #[test]

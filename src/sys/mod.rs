@@ -8,5 +8,7 @@ pub(crate) mod mmap;
 pub(crate) mod numa;
 #[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub(crate) mod queue_pair;
+pub(crate) mod shared;
+pub(crate) mod smaps;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
