@@ -301,6 +301,10 @@ fn adopt(addr: *mut u8, len: usize, info: &DeviceInfo) -> Result<Given, AdoptErr
     if !start.is_multiple_of(base) || !end.is_multiple_of(base) {
         return Err(AdoptError::NotWholePages { addr: start, len, page_size: base });
     }
+    // Looked at once more when it is taken; here so that nothing else is found fault with first.
+    if let Some((start, end)) = mmap::in_use(start, end) {
+        return Err(AdoptError::InUse { start, end });
+    }
     let mappings = smaps::under(start, end).map_err(AdoptError::Unknown)?;
     let page = judge(start, end, &mappings, info)?;
     let memory = Memory::Lent(Lent { addr: lent });
@@ -423,7 +427,7 @@ mod tests {
         assert!(matches!(e, AdoptError::MixedPages { at, .. } if at == 3 * MIB), "{e}");
         let huge = [a.clone(), b.clone()].map(|m| Mapping { page_size: 4 * MIB, ..m });
         let e = verdict(&huge).expect_err("not whole");
-        assert!(e.to_string().contains("pages of 4 MiB"), "{e}");
+        assert!(e.to_string().contains("a page of 4 MiB"), "{e}");
         let none = [a, b].map(|m| Mapping { page_size: 0, ..m });
         assert!(matches!(verdict(&none), Err(AdoptError::Unknown(_))));
     }

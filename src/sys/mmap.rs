@@ -119,9 +119,8 @@ impl Reservation {
     pub(crate) unsafe fn lend(base: NonNull<u8>, len: usize) -> Result<Self, (usize, usize)> {
         let (start, end) = (base.as_ptr() as usize, base.as_ptr() as usize + len);
         let mut ranges = RANGES.lock();
-        // Ranges do not overlap, so the last that starts before the end is the one to look at.
-        if let Some((&a, &b)) = ranges.range(..end).next_back().filter(|&(_, &b)| b > start) {
-            return Err((a, b));
+        if let Some(taken) = overlap(&ranges, start, end) {
+            return Err(taken);
         }
         ranges.insert(start, end);
         let origin = Origin::Lent;
@@ -279,6 +278,16 @@ impl Reservation {
         let i = spared.partition_point(|s| s.offset < offset);
         spared.insert(i, Spared { offset, len, held });
     }
+}
+
+/// The range that part of `start..end` is in, if a reservation of this process, or a device, has it.
+pub(crate) fn in_use(start: usize, end: usize) -> Option<(usize, usize)> {
+    overlap(&RANGES.lock(), start, end)
+}
+
+fn overlap(ranges: &BTreeMap<usize, usize>, start: usize, end: usize) -> Option<(usize, usize)> {
+    // Ranges do not overlap, so the last that starts before the end is the one to look at.
+    ranges.range(..end).next_back().filter(|&(_, &b)| b > start).map(|(&a, &b)| (a, b))
 }
 
 impl Drop for Reservation {
