@@ -21,14 +21,14 @@ use crate::{
     },
 };
 
-pub(crate) use self::{
-    memory::{Fixed, Memory},
-    start::{Placement, Start},
-};
 pub use self::{
     memory::Backing,
     share::{ArenaLayout, PoolShare, ShareLayout},
     start::{Numa, Progress, Stage},
+};
+pub(crate) use self::{
+    memory::{Fixed, Memory},
+    start::{Placement, Start},
 };
 
 /// A size of hugepage.

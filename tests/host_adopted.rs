@@ -221,7 +221,10 @@ fn memory_has_one_allocator() {
     let after = adopting(map.at(4 * PAGE), PAGE).build().expect("from its end");
     let live = pool.alloc(100).unwrap();
     drop(pool);
-    assert!(matches!(refused(adopting(map.addr.wrapping_add(2 * PAGE), PAGE)), AdoptError::InUse { .. }));
+    assert!(matches!(
+        refused(adopting(map.addr.wrapping_add(2 * PAGE), PAGE)),
+        AdoptError::InUse { .. }
+    ));
     drop(live);
     adopting(map.at(2 * PAGE), 2 * PAGE).build().expect("given back with the last buffer");
     drop((before, after));
@@ -438,11 +441,11 @@ fn a_file_shorter_than_its_mapping_is_an_error_not_a_signal() {
     let file = tempfile();
     file.set_len(PAGE as u64).unwrap();
     // SAFETY: this test's own file.
-    let mut map =
-        unsafe { memmap2::MmapOptions::new().len(4 * PAGE).map_mut(&file) }.expect("map");
+    let mut map = unsafe { memmap2::MmapOptions::new().len(4 * PAGE).map_mut(&file) }.expect("map");
     let e = adopting(map.as_mut_ptr(), map.len()).build().unwrap_err();
     assert!(
-        matches!(e, BuildError::Back { step: "faulting in", .. }) && e.raw_os_error() == Some(libc::EFAULT),
+        matches!(e, BuildError::Back { step: "faulting in", .. })
+            && e.raw_os_error() == Some(libc::EFAULT),
         "{e:?}"
     );
     let pool = adopting(map.as_mut_ptr(), PAGE).build().expect("what the file has");
@@ -514,7 +517,10 @@ fn what_the_device_kept_is_told_and_never_adopted_again() {
     assert!(pinpool::leaked_bytes() >= before + MIB as u64);
     let kept = map.at(MIB) as usize;
     let e = refused(adopting(map.addr, map.len));
-    assert!(matches!(e, AdoptError::InUse { start, end } if (start, end) == (kept, kept + MIB)), "{e}");
+    assert!(
+        matches!(e, AdoptError::InUse { start, end } if (start, end) == (kept, kept + MIB)),
+        "{e}"
+    );
     adopting(map.addr, MIB).build().expect("the other half");
     // For ever, as `adopt` asks: the device may still write to it.
     std::mem::forget(map);

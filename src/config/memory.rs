@@ -146,7 +146,9 @@ impl Builder {
     }
 
     /// The backing for memory to be mapped, and the page sizes to try.
-    pub(super) fn planned_backing(&self) -> Result<(Backing, (Vec<usize>, Option<Problem>)), BuildError> {
+    pub(super) fn planned_backing(
+        &self,
+    ) -> Result<(Backing, (Vec<usize>, Option<Problem>)), BuildError> {
         let backing = self.memory.backing.clone();
         let Backing::Hugetlbfs(dir) = &backing else {
             return Ok((backing, self.pages.candidates()));
@@ -265,12 +267,7 @@ impl Given {
         };
         let found = preflight::judge(&demand, facts);
         let capacity = arenas.iter().sum();
-        Ok((
-            Layout { capacity, stride, arenas, page_sizes: self.pages },
-            found,
-            self.memory,
-            fixed,
-        ))
+        Ok((Layout { capacity, stride, arenas, page_sizes: self.pages }, found, self.memory, fixed))
     }
 }
 
@@ -361,8 +358,7 @@ fn joined(share: PoolShare) -> Result<Given, ShareError> {
     let (mut files, mut cut) = (Vec::new(), Vec::new());
     for (arena, (a, fd)) in arenas.iter().zip(fds).enumerate() {
         let failed = |source| ShareError::System { call: "fstatfs", source };
-        let FileFacts { len, page_size, fixed } =
-            shared::inspect(fd.as_fd()).map_err(failed)?;
+        let FileFacts { len, page_size, fixed } = shared::inspect(fd.as_fd()).map_err(failed)?;
         if len < a.len as u64 || page_size != a.page_size {
             return Err(ShareError::OtherFile {
                 arena,

@@ -101,7 +101,9 @@ pub enum AdoptError {
     #[error("{0} cannot be set for memory that is there already: whoever mapped it decided that")]
     Conflict(&'static str),
     /// The system does not say what is mapped.
-    #[error("/proc/self/smaps, which tells rights and page size of what is mapped, cannot be read: {0}")]
+    #[error(
+        "/proc/self/smaps, which tells rights and page size of what is mapped, cannot be read: {0}"
+    )]
     Unknown(io::Error),
 }
 
