@@ -64,9 +64,11 @@ pub enum Pages {
     Base,
 }
 
+/// The page sizes to try, best first, and what is wrong with the one asked for.
+type Candidates = (Vec<usize>, Option<Problem>);
+
 impl Pages {
-    /// The sizes to try, best first, and what is wrong with the one asked for.
-    fn candidates(self) -> (Vec<usize>, Option<Problem>) {
+    fn candidates(self) -> Candidates {
         let offered = limits::page_sizes();
         let base = mmap::base_page();
         match self {
@@ -323,12 +325,12 @@ impl Asked {
         }
     }
 
-    /// The same on pages of these sizes, best first; and what is wrong with those asked for.
+    /// The same on these pages.
     fn examine_on(
         &self,
         info: &DeviceInfo,
         facts: &Facts,
-        (page_sizes, absent): (Vec<usize>, Option<Problem>),
+        (page_sizes, absent): Candidates,
     ) -> Result<(Layout, Findings), BuildError> {
         self.check_access()?;
         if self.capacity == 0 {

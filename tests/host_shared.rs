@@ -192,6 +192,11 @@ fn what_does_not_fit_is_refused_and_leaves_nothing() {
         .unwrap();
     let e = refused(PoolShare::new(larger, files(2)));
     assert!(matches!(e, ShareError::OtherFile { arena: 1, found: 0x10_0000, .. }), "{e}");
+    // Whatever a layout says, it is an error, and not an end of memory.
+    let far = format!("pinpool-share-1 {0} {1}+4096/4096", 1u64 << 32, (1u64 << 46) - (1 << 32));
+    let far = PoolShare::new(far.parse().unwrap(), files(1));
+    let e = joining(&device).join(far).unwrap_err();
+    assert!(matches!(e, BuildError::CapacityTooLarge { .. }), "{e}");
     let huge: ShareLayout = "pinpool-share-1 2097152 0+2097152/2097152".parse().unwrap();
     let e = refused(PoolShare::new(huge, files(1)));
     assert!(

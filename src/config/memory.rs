@@ -7,12 +7,12 @@ use std::{
     ptr::NonNull,
 };
 
-use super::{Asked, Builder, Layout, MAX, Pages, PoolShare, arena_stride};
+use super::{Asked, Builder, Candidates, Layout, MAX, Pages, PoolShare, arena_stride};
 use crate::{
     device::{DeviceInfo, Pinning},
     error::{AdoptError, BuildError, ShareError},
     preflight::{self, Demand, Findings},
-    problem::Problem,
+    size_class::PAGE,
     sys::{
         limits::Facts,
         mmap,
@@ -146,9 +146,7 @@ impl Builder {
     }
 
     /// The backing for memory to be mapped, and the page sizes to try.
-    pub(super) fn planned_backing(
-        &self,
-    ) -> Result<(Backing, (Vec<usize>, Option<Problem>)), BuildError> {
+    pub(super) fn planned_backing(&self) -> Result<(Backing, Candidates), BuildError> {
         let backing = self.memory.backing.clone();
         let Backing::Hugetlbfs(dir) = &backing else {
             return Ok((backing, self.pages.candidates()));
@@ -225,15 +223,20 @@ enum Shape {
     Cut(usize, Vec<(Fixed, usize)>),
 }
 
+/// The most bytes that can be given: pages have numbers of 31 bits.
+const MOST: usize = ((1 << 31) - 1) * PAGE;
+
+/// How given memory is laid out, and what was found.
+type Examined = (Layout, Findings, Memory, Vec<Fixed>);
+
 impl Given {
     /// Lays it out and judges that.
-    #[allow(clippy::type_complexity)] // four things, named where they are taken apart
     pub(super) fn examine(
         self,
         asked: &Asked,
         info: &DeviceInfo,
         facts: &Facts,
-    ) -> Result<(Layout, Findings, Memory, Vec<Fixed>), BuildError> {
+    ) -> Result<Examined, BuildError> {
         asked.check_access()?;
         let (stride, arenas, fixed) = match self.shape {
             Shape::Whole(len) => {
@@ -266,7 +269,13 @@ impl Given {
             there: true,
         };
         let found = preflight::judge(&demand, facts);
-        let capacity = arenas.iter().sum();
+        let slots = fixed.iter().map(|f: &Fixed| f.slot + 1).max().unwrap_or(arenas.len());
+        let range = stride.saturating_mul(slots);
+        let capacity: usize = arenas.iter().sum();
+        let asked = if fixed.is_empty() { capacity } else { range };
+        if asked > MOST {
+            return Err(BuildError::CapacityTooLarge { asked, max: MOST });
+        }
         Ok((Layout { capacity, stride, arenas, page_sizes: self.pages }, found, self.memory, fixed))
     }
 }

@@ -44,7 +44,8 @@ impl ShareLayout {
             if !pages || a.len == 0 || a.len > stride || !a.len.is_multiple_of(a.page_size) {
                 return bad(format!("arena {i} has {} bytes in pages of {}", a.len, a.page_size));
             }
-            if a.offset < from || !a.offset.is_multiple_of(stride) || a.offset > MAX - stride {
+            let last = stride.saturating_mul(MAX_ARENAS).min(MAX) - stride;
+            if a.offset < from || !a.offset.is_multiple_of(stride) || a.offset > last {
                 return bad(format!("arena {i} cannot start at {}", a.offset));
             }
             from = a.offset + stride;
@@ -186,6 +187,7 @@ mod tests {
             "pinpool-share-1 4096 0+4096/4096 0+4096/4096",
             "pinpool-share-1 4096 4096+4096/4096 0+4096/4096",
             "pinpool-share-1 4096 18446744073709547520+4096/4096",
+            "pinpool-share-1 4096 4294967296+4096/4096",
             "pinpool-share-1 9223372036854775808 0+4096/4096",
             "pinpool-share-1 4096 0+4096",
             "pinpool-share-1 4096 x+4096/4096",
