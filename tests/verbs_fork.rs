@@ -1,5 +1,5 @@
-//! Forking with a pool on a verbs device, with and without the preparation that `RDMAV_FORK_SAFE` asks
-//! libibverbs for:
+//! Forking with a pool on a verbs device: as it is, with the preparation that `RDMAV_FORK_SAFE` asks libibverbs
+//! for, and with the one that is made where the kernel is not known to copy pinned pages:
 //! - a child uses malloc, stdio and exit, is refused the pool, and tears nothing down, while the parent goes
 //!   on with RDMA (B07);
 //! - what the parent writes while a child lives is what the device sees, and the other way round;
@@ -30,7 +30,7 @@ use std::{
 use common::{check, device, fill, vm_pin};
 use pinpool::{
     Access, AllocError, Backing, Device, PageSize, Pages, Pool,
-    device::{FaultyRegistrar, MrRequest, Registrar},
+    device::{FaultyRegistrar, ForkSupport, MrRequest, Registrar},
     loopback::Pair,
 };
 
@@ -43,18 +43,77 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `test`'s body here, as it is and, in a process of its own, with libibverbs told to prepare for forks.
-fn both_ways(test: &str, body: impl FnOnce()) {
+/// How a process comes to libibverbs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Way {
+    /// As it is.
+    Plain,
+    /// Told to prepare for forks.
+    ForkSafe,
+    /// Unable to ask the kernel whether it copies pinned pages on fork, as on kernels before 5.12.
+    Unknowing,
+}
+
+impl Way {
+    /// The way of this process.
+    fn here() -> Self {
+        match env::var(CHILD).as_deref() {
+            Ok("ForkSafe") => Self::ForkSafe,
+            Ok("Unknowing") => Self::Unknowing,
+            _ => Self::Plain,
+        }
+    }
+}
+
+/// Runs `test`'s body here and then, each in a process of its own, in the other ways.
+fn each_way(test: &str, body: impl FnOnce(Way)) {
     let _alone = alone();
-    body();
-    if env::var_os(CHILD).is_some() {
+    let here = Way::here();
+    if here == Way::Unknowing {
+        bar_rdma_netlink();
+    }
+    body(here);
+    if here != Way::Plain {
         return;
     }
-    let mut command = Command::new(env::current_exe().expect("own path"));
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
-    let out = command.envs([(CHILD, "1"), ("RDMAV_FORK_SAFE", "1")]).output().expect("start");
-    let text = [out.stdout, out.stderr].map(|s| String::from_utf8_lossy(&s).into_owned());
-    assert!(out.status.success() && text[0].contains("1 passed"), "{}: {text:?}", out.status);
+    for way in [Way::ForkSafe, Way::Unknowing] {
+        let mut command = Command::new(env::current_exe().expect("own path"));
+        command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+        command.env(CHILD, format!("{way:?}")).env_remove("RDMAV_FORK_SAFE");
+        if way == Way::ForkSafe {
+            command.env("RDMAV_FORK_SAFE", "1");
+        }
+        let out = command.output().expect("start");
+        let text = [out.stdout, out.stderr].map(|s| String::from_utf8_lossy(&s).into_owned());
+        let ran = out.status.success() && text[0].contains("1 passed");
+        assert!(ran, "{way:?}: {}\n{}\n{}", out.status, text[0], text[1]);
+    }
+}
+
+/// Has `socket(AF_NETLINK, _, NETLINK_RDMA)` fail with EPERM in this thread and those that it starts.
+fn bar_rdma_netlink() {
+    // The program, in the classic BPF of linux/filter.h: load the call's number, then the low halves of
+    // its first and third argument; all three must match.
+    let op = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let low_half =
+        |argument: u32| 16 + 8 * argument + if cfg!(target_endian = "big") { 4 } else { 0 };
+    let mut program = [
+        op(0x20, 0, 0, 0),
+        op(0x15, 0, 5, libc::SYS_socket as u32),
+        op(0x20, 0, 0, low_half(0)),
+        op(0x15, 0, 3, libc::AF_NETLINK as u32),
+        op(0x20, 0, 0, low_half(2)),
+        op(0x15, 0, 1, libc::NETLINK_RDMA as u32),
+        op(0x06, 0, 0, refuse),
+        op(0x06, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the two calls read their arguments; `filter` and `program` live across them.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter), 0);
+    }
 }
 
 /// Forks; the child runs `child` and exits as C programs do, by `exit`, with 0 if it was true.
@@ -147,7 +206,7 @@ fn counted() -> (Device, FaultyRegistrar) {
 #[test]
 fn b07_a_child_uses_malloc_and_stdio_and_exits_while_the_parent_goes_on() {
     let name = "b07_a_child_uses_malloc_and_stdio_and_exits_while_the_parent_goes_on";
-    both_ways(name, || {
+    each_way(name, |_| {
         let (verbs, registrar) = counted();
         let mut pair = Pair::connect(&verbs).expect("connect");
         for pool in pools(&Device::custom(registrar.clone())) {
@@ -181,7 +240,7 @@ fn b07_a_child_uses_malloc_and_stdio_and_exits_while_the_parent_goes_on() {
 #[test]
 fn b07_children_come_and_go_while_other_threads_move_bytes() {
     let name = "b07_children_come_and_go_while_other_threads_move_bytes";
-    both_ways(name, || {
+    each_way(name, |_| {
         let verbs = device();
         for pool in pools(&verbs) {
             let (done, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -218,7 +277,7 @@ fn b07_children_come_and_go_while_other_threads_move_bytes() {
 #[test]
 fn device_and_parent_keep_the_same_pages_while_a_child_lives() {
     let name = "device_and_parent_keep_the_same_pages_while_a_child_lives";
-    both_ways(name, || {
+    each_way(name, |_| {
         let verbs = device();
         let mut pair = Pair::connect(&verbs).expect("connect");
         for pool in pools(&verbs) {
@@ -276,7 +335,7 @@ const POOLS: usize = 300;
 #[test]
 fn registering_leaves_neither_advice_nor_mappings_behind() {
     let name = "registering_leaves_neither_advice_nor_mappings_behind";
-    both_ways(name, || {
+    each_way(name, |way| {
         let verbs = device();
         let registrar = verbs.as_verbs().expect("verbs");
         // A mapping that outlives its registrations, and parts of it that differ from time to time.
@@ -300,7 +359,17 @@ fn registering_leaves_neither_advice_nor_mappings_behind() {
         // SAFETY: as above.
         let held = unsafe { registrar.register(&request(0)) }.expect("register");
         let seen = mappings(start, map.len()).1;
-        eprintln!("hidden from children while registered: {seen:?}");
+        let support = registrar.fork_support();
+        match way {
+            Way::Plain => {
+                assert_eq!(seen.is_empty(), support == ForkSupport::CopyOnFork, "{support:?}")
+            }
+            // Whatever the kernel does, it was told to.
+            Way::ForkSafe => assert!(!seen.is_empty(), "{support:?}"),
+            Way::Unknowing => {
+                assert_eq!((support, seen.is_empty()), (ForkSupport::HiddenFromChildren, false))
+            }
+        }
         (0..CYCLES).for_each(cycle);
         // SAFETY: registered above.
         unsafe { registrar.deregister(held.handle) }.expect("deregister");
@@ -314,7 +383,7 @@ fn registering_leaves_neither_advice_nor_mappings_behind() {
 #[test]
 fn pools_that_come_and_go_leave_neither_advice_nor_mappings_behind() {
     let name = "pools_that_come_and_go_leave_neither_advice_nor_mappings_behind";
-    both_ways(name, || {
+    each_way(name, |_| {
         let verbs = device();
         let mut lent = memmap2::MmapMut::map_anon(16 * 4096).expect("map");
         lent.fill(1);
