@@ -234,13 +234,14 @@ fn memory_has_one_allocator() {
 #[test]
 fn a_locked_range_is_refused_where_the_device_would_unlock_it() {
     let map = Map::private(16 * PAGE);
+    // By the bare call: the address sanitizer's `mlock` does nothing.
     // SAFETY: pages of this test's mapping.
-    assert_eq!(unsafe { libc::mlock(map.at(4 * PAGE).cast(), PAGE) }, 0);
+    assert_eq!(unsafe { libc::syscall(libc::SYS_mlock, map.at(4 * PAGE), PAGE) }, 0);
     let e = refused(adopting(map.addr, 16 * PAGE));
     let at = map.at(4 * PAGE) as usize;
     assert!(matches!(&e, AdoptError::Locked { at: a, len: PAGE, .. } if *a == at), "{e:?}");
     // SAFETY: as above.
-    assert_eq!(unsafe { libc::munlock(map.at(4 * PAGE).cast(), PAGE) }, 0);
+    assert_eq!(unsafe { libc::syscall(libc::SYS_munlock, map.at(4 * PAGE), PAGE) }, 0);
     adopting(map.addr, 16 * PAGE).build().expect("unlocked");
 }
 
