@@ -87,11 +87,13 @@ pub(crate) struct Leftover {
     pub(crate) first: Option<RegisterError>,
 }
 
-/// Bytes that stay mapped because a device would not deregister them, over the whole process.
+/// Bytes that stay mapped because a device would not deregister them, or the system not unmap them, over
+/// the whole process.
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of this process that stay mapped and registered for ever, because a device refused to
-/// deregister them. Anything but 0 is a driver's fault worth reporting.
+/// Bytes of this process that stay mapped for ever, because a device refused to deregister them, or the
+/// system to unmap them. Anything but 0 is worth reporting: it is a driver's fault, or the process has as
+/// many mappings as it may (`vm.max_map_count`). [`Event`] tells which, and where.
 pub fn leaked_bytes() -> u64 {
     LEAKED.load(Relaxed)
 }
@@ -103,7 +105,7 @@ fn reserve(plan: &mut Plan) -> Result<Reservation, BuildError> {
     let origin = match mem::take(&mut plan.memory) {
         Memory::Lent(lent) => {
             // SAFETY: who lent it vouched for it (`Builder::adopt`), for as long as the pool and its buffers.
-            let lent = unsafe { Reservation::lend(lent.addr, plan.capacity) };
+            let lent = unsafe { Reservation::lend(lent.addr, plan.capacity, plan.mapping.clone()) };
             let in_use = |(start, end)| BuildError::Adopt(AdoptError::InUse { start, end });
             return lent.map_err(in_use);
         }
@@ -112,7 +114,8 @@ fn reserve(plan: &mut Plan) -> Result<Reservation, BuildError> {
         Memory::Mapped(Backing::Hugetlbfs(dir)) => Origin::Hugetlbfs(dir),
         Memory::Joined(files) => Origin::Given(files),
     };
-    Reservation::of(len, plan.stride, origin).map_err(|source| BuildError::Reserve { len, source })
+    Reservation::of(len, plan.stride, origin, plan.mapping.clone())
+        .map_err(|source| BuildError::Reserve { len, source })
 }
 
 impl Arenas {
@@ -204,5 +207,10 @@ impl Arenas {
 impl Drop for Arenas {
     fn drop(&mut self) {
         self.take_down();
+        let hook = self.hook.as_ref();
+        self.reservation.release(|addr, len, error| {
+            LEAKED.fetch_add(len as u64, Relaxed);
+            config::tell(hook, &Event::UnmapFailed { addr, len, error: &error });
+        });
     }
 }

@@ -10,13 +10,14 @@ use std::fmt;
 use crate::{
     access::Access,
     device::{Device, DeviceInfo},
-    error::BuildError,
+    error::{BuildError, Bytes},
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
     size_class::MIN_BLOCK,
     sys::{
         limits::{self, Facts},
+        mapping_faults::StepHook,
         mmap,
     },
 };
@@ -101,6 +102,16 @@ pub enum Event<'a> {
         /// The refusal.
         error: &'a crate::error::RegisterError,
     },
+    /// The system would not unmap what a pool had; it stays mapped for ever, without memory where the
+    /// system lets go of that.
+    UnmapFailed {
+        /// First byte.
+        addr: usize,
+        /// Bytes that stay.
+        len: usize,
+        /// The refusal.
+        error: &'a std::io::Error,
+    },
     /// Hugepages were preferred and could not be had; the arena is on base pages.
     HugepagesMissing {
         /// Which arena, from 0.
@@ -151,6 +162,7 @@ pub struct Builder {
     hook: Option<EventHook>,
     start: start::Wishes,
     memory: memory::Wishes,
+    mapping: StepHook,
 }
 
 impl Default for Builder {
@@ -165,6 +177,7 @@ impl Default for Builder {
             hook: None,
             start: start::Wishes::default(),
             memory: memory::Wishes::default(),
+            mapping: StepHook::default(),
         }
     }
 }
@@ -196,15 +209,18 @@ impl Builder {
         self
     }
 
-    /// Sets how many bytes are mapped and registered by [`build`](Builder::build), rounded up to whole
-    /// pages. Must be set.
+    /// Sets how many bytes are mapped and registered by [`build`](Builder::build). Must be set.
+    ///
+    /// Rounded up to whole pages of the size that [`pages`](Builder::pages) asks for, and that is 2 MiB unless
+    /// set, whether or not such pages are free: a capacity of 1 byte makes a pool of 2 MiB.
+    /// [`Pages::Base`] rounds to base pages (4 KiB on x86-64). `Pool::capacity` tells what came of it.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
     }
 
-    /// Sets the bytes of one arena, and so of one memory region: a power of two. It bounds the longest
-    /// buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
+    /// Sets the bytes of one arena, and so of one memory region: a power of two, at least a page (2 MiB
+    /// unless [`pages`](Builder::pages) asks for others). It bounds the longest buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
     /// the device's `max_mr_size` forces it).
     pub fn arena_size(mut self, bytes: usize) -> Self {
         self.arena_size = Some(bytes);
@@ -229,6 +245,13 @@ impl Builder {
     /// met the event. A panic in it is caught and ignored.
     pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
         self.hook = Some(Box::new(hook));
+        self
+    }
+
+    /// Has mapping fail on demand, to test recovery with.
+    #[cfg(feature = "fault")]
+    pub fn faulty_mapping(mut self, mapping: &crate::device::FaultyMapping) -> Self {
+        self.mapping = StepHook::new(mapping.clone());
         self
     }
 
@@ -260,10 +283,7 @@ impl Builder {
                     (layout, found, Memory::Mapped(backing), Vec::new())
                 }
             };
-        let mut start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
-        if memory.is_given() {
-            start.placement = Placement::Anywhere;
-        }
+        let start = self.start.plan(found.placement, self.access, capacity)?;
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
@@ -280,12 +300,13 @@ impl Builder {
             start,
             memory,
             fixed,
+            mapping: self.mapping,
         })
     }
 
     fn asked(&self) -> Asked {
         let Self { access, capacity, arena_size, pages, .. } = *self;
-        Asked { access, capacity, arena_size, pages }
+        Asked { access, capacity, arena_size, pages, numa: self.start.numa }
     }
 }
 
@@ -296,6 +317,7 @@ pub(crate) struct Asked {
     pub(crate) capacity: usize,
     pub(crate) arena_size: Option<usize>,
     pub(crate) pages: Pages,
+    pub(crate) numa: Numa,
 }
 
 /// How a capacity is laid out.
@@ -368,6 +390,7 @@ impl Asked {
             stride,
             page_sizes: &page_sizes,
             base_page: mmap::base_page(),
+            numa: self.numa,
             there: false,
         };
         let mut found = preflight::judge(&demand, facts);
@@ -404,19 +427,29 @@ fn arena_stride(
         return Ok(few.min(whole).min(fits).max(page));
     };
     let bad = |problem| Err(Problem::ArenaSize { asked, problem });
+    let bytes = |n: usize| Bytes(n as u64);
     if !asked.is_power_of_two() {
         return bad("is not a power of two".to_owned());
     }
     if asked > MAX {
-        return bad(format!("does not fit the address space; the most is {MAX} bytes"));
+        return bad(format!("does not fit the address space; the most is {}", bytes(MAX)));
     }
     if asked < page {
-        return bad(format!("is smaller than one page of {page} bytes"));
+        let base = mmap::base_page();
+        let smaller = match asked >= base {
+            true => format!(", or `Pages::Base`, whose pages are of {}", bytes(base)),
+            false => String::new(),
+        };
+        return bad(format!(
+            "is smaller than one page of {}: ask for at least that{smaller}",
+            bytes(page)
+        ));
     }
     if asked > max {
         return bad(format!(
-            "is more than one memory region of {} may cover (max_mr_size {max} bytes)",
-            info.name
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
         ));
     }
     // A larger stride than the capacity would only waste address space.
@@ -458,6 +491,8 @@ pub(crate) struct Plan {
     pub(crate) memory: Memory,
     /// Where each arena lies and what it is made of, if others decided that; else empty.
     pub(crate) fixed: Vec<Fixed>,
+    /// Asked before each step of mapping.
+    pub(crate) mapping: StepHook,
 }
 
 #[cfg(test)]
@@ -479,6 +514,28 @@ mod tests {
         assert_eq!(stride(512 << 30, u64::MAX), 64 << 30);
         assert_eq!(stride(64 << 20, 5 << 20), 4 << 20);
         assert_eq!(stride(4096, u64::MAX), 4096);
+    }
+
+    #[test]
+    fn an_arena_below_a_page_is_answered_with_the_pages_to_ask_for() {
+        let refusal = |asked, page| {
+            let e = arena_stride(Some(asked), 64 << 20, page, &info(u64::MAX)).expect_err("small");
+            e.to_string()
+        };
+        let base = mmap::base_page();
+        let text = refusal(base, 2 << 20);
+        for part in [
+            "is smaller than one page of 2 MiB: ",
+            "`Pages::Base`",
+            &Bytes(base as u64).to_string(),
+        ] {
+            assert!(text.contains(part), "{part:?} in {text}");
+        }
+        assert!(!refusal(base / 2, base).contains("Pages::Base"), "that would not help");
+        let text = refusal(1 << 50, base);
+        assert!(text.contains("the most is 64 TiB"), "{text}");
+        let e = arena_stride(Some(8 << 20), 64 << 20, base, &info(4 << 20)).expect_err("large");
+        assert!(e.to_string().contains("(max_mr_size 4 MiB)"), "{e}");
     }
 
     #[test]

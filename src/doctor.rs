@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf};
 
 use crate::{
     access::Access,
-    config::{Asked, Layout, Pages},
+    config::{Asked, Layout, Numa, Pages, Placement},
     device::{self, Device, DeviceInfo, Pinning, PortInfo},
     error::{BuildError, Bytes},
     problem::Problem,
@@ -29,6 +29,8 @@ pub struct DoctorOptions<'a> {
     pub pages: Pages,
     /// The rights; [`Access::LOCAL_WRITE`] unless set.
     pub access: Access,
+    /// The NUMA node; [`Numa::OfDevice`] unless set.
+    pub numa: Numa,
 }
 
 impl Default for DoctorOptions<'_> {
@@ -39,6 +41,7 @@ impl Default for DoctorOptions<'_> {
             arena_size: None,
             pages: Pages::Prefer(crate::config::PageSize::Huge2M),
             access: Access::LOCAL_WRITE,
+            numa: Numa::OfDevice,
         }
     }
 }
@@ -175,6 +178,8 @@ pub struct PoolReport {
     pub base_bytes: u64,
     /// Bytes charged to `RLIMIT_MEMLOCK`.
     pub pinned_bytes: u64,
+    /// The NUMA nodes that its pages would come from, in turns if several; empty: any.
+    pub nodes: Vec<u32>,
 }
 
 impl Report {
@@ -211,6 +216,7 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
         capacity: options.capacity,
         arena_size: options.arena_size,
         pages: options.pages,
+        numa: options.numa,
     };
     let (layout, found) = asked.examine(&info, &facts)?;
     let mut notes = found.notes;
@@ -252,7 +258,10 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
         fork,
         devices,
         device: options.device.map(|_| info.name.clone()),
-        pool: pool_report(&layout, &info, found.huge, found.base),
+        pool: PoolReport {
+            nodes: nodes_of(&found.placement),
+            ..pool_report(&layout, &info, found.huge, found.base)
+        },
         problems,
         notes,
         ..facts_report(facts)
@@ -322,6 +331,15 @@ fn pool_report(layout: &Layout, info: &DeviceInfo, huge: u64, base: u64) -> Pool
         huge_bytes: huge,
         base_bytes: base,
         pinned_bytes: if info.pinning == Pinning::Free { 0 } else { capacity as u64 },
+        nodes: Vec::new(),
+    }
+}
+
+fn nodes_of(placement: &Placement) -> Vec<u32> {
+    match placement {
+        Placement::Anywhere => Vec::new(),
+        Placement::Near(node) | Placement::On(node) => vec![*node],
+        Placement::Interleave(nodes) => nodes.clone(),
     }
 }
 
@@ -386,6 +404,7 @@ fn facts_report(facts: Facts) -> Report {
             huge_bytes: 0,
             base_bytes: 0,
             pinned_bytes: 0,
+            nodes: Vec::new(),
         },
         problems: Vec::new(),
         notes: Vec::new(),
@@ -584,6 +603,17 @@ impl Report {
                 ),
             ),
             line("pages", pages.join(", ")),
+            line(
+                "from",
+                match p.nodes.as_slice() {
+                    [] => "any NUMA node".to_owned(),
+                    [one] => format!("NUMA node {one}"),
+                    many => {
+                        let all: Vec<_> = many.iter().map(u32::to_string).collect();
+                        format!("NUMA nodes {} in turns", all.join(", "))
+                    }
+                },
+            ),
             line("pinned", short(p.pinned_bytes)),
         ]
     }

@@ -212,8 +212,8 @@ pub enum BuildError {
     },
     /// The machine is not set up for this pool: everything that is wrong, before a page was mapped.
     /// [`Memlock`](BuildError::Memlock), [`TooManyArenas`](BuildError::TooManyArenas),
-    /// [`MrTooSmall`](BuildError::MrTooSmall), [`ArenaSize`](BuildError::ArenaSize) and
-    /// [`PageSizeAbsent`](BuildError::PageSizeAbsent) stand for themselves when they are all that is.
+    /// [`MrTooSmall`](BuildError::MrTooSmall), [`ArenaSize`](BuildError::ArenaSize),
+    /// [`Node`](BuildError::Node) and [`PageSizeAbsent`](BuildError::PageSizeAbsent) stand for themselves when they are all that is.
     #[error("{}", problem::list(.0))]
     Preflight(Vec<Problem>),
     /// No address range for the pool.
@@ -225,21 +225,22 @@ pub enum BuildError {
         source: io::Error,
     },
     /// The NUMA node asked for cannot hold the pool, or one of its arenas.
-    #[error(
-        "NUMA node {node} cannot give {} in pages of {}: {problem}; {}",
-        Bytes(*needed), Bytes(*page_size as u64), node_hint(*node, *page_size, *free)
-    )]
+    #[error("{}. {fix}", problem::node_words(*node, problem, *needed, *page_size, *free))]
     Node {
         /// The node.
         node: u32,
         /// What is wrong.
         problem: String,
+        /// What to do about it.
+        fix: String,
         /// Bytes that were to come from it.
         needed: u64,
         /// Bytes of a page.
         page_size: usize,
         /// Bytes that are free there in pages of that size, where the system says.
         free: Option<u64>,
+        /// The system's errno, if it was the system that refused.
+        errno: Option<i32>,
     },
     /// No memory for an arena.
     #[error(
@@ -285,16 +286,6 @@ fn sizes(sizes: &[usize]) -> String {
     all.join(", ")
 }
 
-fn node_hint(node: u32, page: usize, free: Option<u64>) -> String {
-    let Some(free) = free else { return "what is free there is not known".to_owned() };
-    if page <= 64 << 10 {
-        return format!("{} are free there", Bytes(free));
-    }
-    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-{}kB", page >> 10);
-    let pages = free / page as u64;
-    format!("{pages} such pages are free there. Reserve more (`echo N > {dir}/nr_hugepages`)")
-}
-
 fn page_hint(len: usize, page: usize, free: Option<u64>) -> String {
     let Some(free) = free else { return String::new() };
     let need = len.div_ceil(page);
@@ -311,7 +302,7 @@ impl BuildError {
         match self {
             Self::Reserve { source, .. } | Self::Back { source, .. } => source.raw_os_error(),
             Self::Register { source, .. } => source.raw_os_error(),
-            Self::Memlock { errno, .. } => *errno,
+            Self::Memlock { errno, .. } | Self::Node { errno, .. } => *errno,
             _ => None,
         }
     }

@@ -29,7 +29,7 @@
 //!
 //! # Features
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
-//! is the software device alone. `fault` adds a registrar that fails on demand, `loopback` connected
+//! is the software device alone. `fault` adds registering and mapping that fail on demand, `loopback` connected
 //! queue pairs on one device, `cli` the `pinpool` program.
 
 // Layers, lowest first: each file uses only its own or lower ones.

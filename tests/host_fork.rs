@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::{io::Write, sync::Mutex};
+use std::{cell::Cell, io::Write, sync::Mutex};
 
 use common::soft;
 use pinpool::{AllocError, CloseError, Device, device::FaultyRegistrar};
@@ -101,4 +101,60 @@ fn a_child_that_drops_the_last_handle_tears_nothing_down() {
     assert_eq!(status, 0, "the child of a bare system call");
     pool.close().unwrap();
     assert_eq!(registrar.deregister_calls(), 1);
+}
+
+thread_local! {
+    /// Made before the thread meets a pool, so destroyed after what it has of pools.
+    static LAST: LeavesIfArmed = const { LeavesIfArmed(Cell::new(false)) };
+}
+
+struct LeavesIfArmed(Cell<bool>);
+
+impl Drop for LeavesIfArmed {
+    fn drop(&mut self) {
+        if self.0.get() {
+            // SAFETY: ends the child, before what else runs at an exit.
+            unsafe { libc::_exit(0) };
+        }
+    }
+}
+
+#[test]
+fn a_child_whose_thread_ends_waits_for_no_lock_that_another_thread_held() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let pool = soft(1 << 20).build().unwrap();
+    LAST.with(|last| last.0.set(false));
+    // This thread has magazines, to be given back when it ends, in the child as well.
+    drop(pool.alloc(64).unwrap());
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        // Calls caches back most of the time, under the lock that giving back takes.
+        s.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                pool.trim();
+            }
+        });
+        for i in 0..50 {
+            // SAFETY: the child sets an alarm and ends.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                LAST.with(|last| last.0.set(true));
+                // SAFETY: no pointers; `exit` runs this thread's destructors as its end would, and the
+                // signal ends a child that waits.
+                unsafe {
+                    libc::alarm(20);
+                    libc::exit(1)
+                };
+            }
+            let mut status = 0;
+            // SAFETY: `pid` is the child, and `status` is valid to write to.
+            assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+            if status != 0 {
+                stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+            assert_eq!(status, 0, "child {i} ended");
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    pool.check();
 }

@@ -20,6 +20,7 @@ use crate::{
     config::{self, Event, EventHook, Placement, Plan, Progress, Stage, memlock_refusal},
     device::{MrRequest, Registrar, Registration},
     error::{BuildError, RegisterError},
+    problem,
     sys::{
         mmap::{self, Reservation},
         numa::{self, Mode, NodeSet},
@@ -101,7 +102,7 @@ struct State<'a> {
 
 #[derive(Clone, Copy)]
 enum Task {
-    FaultIn { index: usize, offset: usize, len: usize },
+    FaultIn { index: usize, offset: usize, len: usize, page: usize },
     Register { index: usize },
 }
 
@@ -141,7 +142,9 @@ impl Start<'_> {
             };
             drop(state);
             match task {
-                Task::FaultIn { index, offset, len } => self.fault_in(index, offset, len),
+                Task::FaultIn { index, offset, len, page } => {
+                    self.fault_in(index, offset, len, page);
+                }
                 Task::Register { index } => self.register(index),
             }
             state = self.state.lock();
@@ -209,21 +212,21 @@ impl Start<'_> {
         // multiples of the largest candidate page.
         unsafe { self.reservation.map_pages(offset, len, page) }
             .map_err(|e| ("mapping", Some(e)))?;
-        self.bind(offset, len).map_err(|e| {
+        self.bind(offset, len, page).map_err(|e| {
             // SAFETY: mapped just now; nobody was told of it.
             unsafe { self.reservation.unback(offset, len) };
             ("binding to nodes", Some(e))
         })
     }
 
-    fn bind(&self, offset: usize, len: usize) -> io::Result<()> {
+    fn bind(&self, offset: usize, len: usize, page: usize) -> io::Result<()> {
         let (nodes, mode) = match &self.plan.start.placement {
             Placement::Anywhere => return Ok(()),
             Placement::Near(node) => (NodeSet::of([*node]), Mode::Preferred),
             Placement::On(node) => (NodeSet::of([*node]), Mode::Bind),
             Placement::Interleave(nodes) => (NodeSet::of(nodes.iter().copied()), Mode::Interleave),
         };
-        match self.reservation.bind(offset, len, &nodes, mode) {
+        match self.reservation.bind(offset, len, page, &nodes, mode) {
             // A wish; and sandboxes bar the call where there may be nothing to choose.
             Err(_) if mode == Mode::Preferred || numa::nodes().len() == 1 => Ok(()),
             done => done,
@@ -257,11 +260,16 @@ impl Start<'_> {
         };
         if let Placement::On(node) = self.plan.start.placement {
             let free = numa::free_on(node, page_size);
+            let errno = source.as_ref().and_then(io::Error::raw_os_error);
             let problem = match source {
                 None => format!("arena {index} of {arenas} does not fit"),
                 Some(e) => format!("{step} arena {index} of {arenas} failed: {e}"),
             };
-            return BuildError::Node { node, problem, needed: len as u64, page_size, free };
+            let has = numa::hugepages_on(node, page_size);
+            let lacking = (len as u64).saturating_sub(free.unwrap_or(0)) / page_size as u64;
+            let fix = problem::node_fix(node, page_size, has.map(|(all, _)| all), lacking);
+            let needed = len as u64;
+            return BuildError::Node { node, problem, fix, needed, page_size, free, errno };
         }
         let source = source.unwrap_or_else(unsupported);
         BuildError::Back { arena: index, arenas, len, page_size, free_pages, step, source }
@@ -270,18 +278,19 @@ impl Start<'_> {
     fn queue_chunks(&self, state: &mut State<'_>, index: usize) {
         let (start, len) = self.place(index);
         let coming = &mut state.coming[index];
-        let chunk = CHUNK.max(self.plan.page_sizes[coming.candidate]);
+        let page = self.plan.page_sizes[coming.candidate];
+        let chunk = CHUNK.max(page);
         for offset in (0..len).step_by(chunk) {
             let len = chunk.min(len - offset);
-            state.tasks.push_back(Task::FaultIn { index, offset: start + offset, len });
+            state.tasks.push_back(Task::FaultIn { index, offset: start + offset, len, page });
             coming.left += 1;
         }
         self.changed.notify_all();
     }
 
-    fn fault_in(&self, index: usize, offset: usize, len: usize) {
+    fn fault_in(&self, index: usize, offset: usize, len: usize, page: usize) {
         let start = Instant::now();
-        let done = self.reservation.fault_in(offset, len);
+        let done = self.reservation.fault_in(offset, len, page);
         let took = start.elapsed();
         let ok = done.is_ok();
         let mut missing = None;

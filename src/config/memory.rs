@@ -79,13 +79,6 @@ impl Default for Memory {
     }
 }
 
-impl Memory {
-    /// Whether it is there already.
-    pub(super) fn is_given(&self) -> bool {
-        !matches!(self, Self::Mapped(_))
-    }
-}
-
 /// Where an arena lies and what it is made of, as others decided it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Fixed {
@@ -266,6 +259,7 @@ impl Given {
             stride,
             page_sizes: &self.pages,
             base_page: mmap::base_page(),
+            numa: asked.numa,
             there: true,
         };
         let found = preflight::judge(&demand, facts);

@@ -14,6 +14,8 @@ pub use self::fault::{Fault, FaultyRegistrar, MrRecord};
 pub use self::soft::{SoftDevice, SoftError};
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub use self::verbs::{ForkSupport, VerbsDevice};
+#[cfg(feature = "fault")]
+pub use crate::sys::mapping_faults::{FaultyMapping, MapFault, MapRecord, MapStep};
 use crate::{
     access::{Access, LKey, RKey},
     error::{DeviceError, RegisterError},

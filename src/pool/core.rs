@@ -27,7 +27,7 @@ use crate::{
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
-    sys::{fork, limits},
+    sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
 };
 
@@ -78,13 +78,15 @@ impl Core {
         let arenas = Arenas::build(&mut plan)?;
         let tables = |source| BuildError::Reserve { len: plan.capacity / PAGE * 4, source };
         let base = arenas.base().as_ptr() as usize;
-        let map = PageMap::new(base, arenas.reserved(), plan.stride.trailing_zeros());
-        let map = map.map_err(tables)?;
+        let table = || plan.mapping.before(MapStep::Table, 0, arenas.reserved(), 0);
+        let map = || PageMap::new(base, arenas.reserved(), plan.stride.trailing_zeros());
+        let map = table().and_then(|()| map()).map_err(tables)?;
         for (offset, len, keys) in arenas.ranges() {
             map.publish(offset, len, keys);
         }
         let ranges = arenas.ranges().map(|(offset, len, _)| (offset, len));
-        let slabs = Slabs::new(map, ranges, plan.pad).map_err(tables)?;
+        let slabs = table().and_then(|()| Slabs::new(map, ranges, plan.pad));
+        let slabs = slabs.map_err(tables)?;
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
         let zero_based = plan.access.contains(Access::ZERO_BASED);

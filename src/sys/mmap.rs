@@ -14,6 +14,7 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
+    mapping_faults::{MapStep, StepHook},
     numa::{self, Mode, NodeSet},
     shared::MemoryFile,
 };
@@ -59,6 +60,8 @@ pub(crate) struct Reservation {
     files: Mutex<BTreeMap<usize, MemoryFile>>,
     /// Parts that dropping this value must not unmap, sorted by offset.
     spared: Mutex<Vec<Spared>>,
+    hook: StepHook,
+    released: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -82,49 +85,60 @@ impl Reservation {
     /// Reserves `len` bytes aligned to `align` (a power of two, at least a page), with one
     /// inaccessible page before and behind, for private pages.
     #[cfg(test)]
-    pub(crate) fn new(len: usize, align: usize) -> io::Result<Self> {
-        Self::of(len, align, Origin::Private)
+    pub(crate) fn new(len: usize, align: usize, hook: StepHook) -> io::Result<Self> {
+        Self::of(len, align, Origin::Private, hook)
     }
 
     /// Reserves `len` bytes aligned to `align` (a power of two, at least a page), with one
-    /// inaccessible page before and behind.
-    pub(crate) fn of(len: usize, align: usize, mut origin: Origin) -> io::Result<Self> {
+    /// inaccessible page before and behind. `hook` is asked before this and every later step.
+    pub(crate) fn of(
+        len: usize,
+        align: usize,
+        mut origin: Origin,
+        hook: StepHook,
+    ) -> io::Result<Self> {
         debug_assert!(align.is_power_of_two() && align >= base_page());
         let page = base_page();
         let total = len
             .checked_add(align)
             .and_then(|n| n.checked_add(2 * page))
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        hook.before(MapStep::Reserve, 0, len, 0)?;
         let start = map(None, total, libc::PROT_NONE, RESERVED)?.as_ptr() as usize;
         let base = (start + page).next_multiple_of(align);
         // One page on each side stays as a guard; the rest of the slack goes back.
         let (low, high) = (base - page, base + len + page);
-        unmap(start, low - start);
-        unmap(high, start + total - high);
+        // Should either fail, the range is a little longer than it need be.
+        let _ = unmap(start, low - start).and(unmap(high, start + total - high));
         let base = NonNull::new(base as *mut u8).ok_or(io::ErrorKind::OutOfMemory)?;
         RANGES.lock().insert(low, high);
         let mut files = BTreeMap::new();
         if let Origin::Given(given) = &mut origin {
             files.extend(given.drain(..).map(|(offset, fd)| (offset, MemoryFile::given(fd))));
         }
-        Ok(Self { base, len, origin, files: files.into(), spared: Mutex::default() })
+        let (files, spared) = (files.into(), Mutex::default());
+        Ok(Self { base, len, origin, files, spared, hook, released: false })
     }
 
     /// Borrows a range that is mapped. If a reservation of this process has part of it, that one's range is
-    /// the error.
+    /// the error. `hook` is asked before each step that is taken, which neither mapping nor unmapping is.
     ///
     /// # Safety
     /// The range is mapped, readable and writable, and stays so while the value and all that was told of the
     /// range use it.
-    pub(crate) unsafe fn lend(base: NonNull<u8>, len: usize) -> Result<Self, (usize, usize)> {
+    pub(crate) unsafe fn lend(
+        base: NonNull<u8>,
+        len: usize,
+        hook: StepHook,
+    ) -> Result<Self, (usize, usize)> {
         let (start, end) = (base.as_ptr() as usize, base.as_ptr() as usize + len);
         let mut ranges = RANGES.lock();
         if let Some(taken) = overlap(&ranges, start, end) {
             return Err(taken);
         }
         ranges.insert(start, end);
-        let origin = Origin::Lent;
-        Ok(Self { base, len, origin, files: Mutex::default(), spared: Mutex::default() })
+        let (origin, files, spared) = (Origin::Lent, Mutex::default(), Mutex::default());
+        Ok(Self { base, len, origin, files, spared, hook, released: false })
     }
 
     /// First byte and length of the range that it keeps from others: guards belong to it.
@@ -175,10 +189,13 @@ impl Reservation {
         page: usize,
     ) -> io::Result<()> {
         let addr = self.at(offset, len);
+        if self.is_lent() {
+            return Ok(());
+        }
+        self.hook.before(MapStep::Map, addr.as_ptr() as usize, len, page)?;
         let mut made = None;
         match &self.origin {
-            Origin::Lent => return Ok(()),
-            Origin::Private | Origin::Given(_) => {}
+            Origin::Lent | Origin::Private | Origin::Given(_) => {}
             Origin::Memfd => made = Some(MemoryFile::anonymous(len, page)?),
             Origin::Hugetlbfs(dir) => made = Some(MemoryFile::in_hugetlbfs(dir, len)?),
         }
@@ -201,7 +218,7 @@ impl Reservation {
             // by then unmapped the reservation on older kernels, so ask beside it first. (A file keeps
             // what it was promised.)
             let probe = map_file(None, len, READ_WRITE, flags, file)?;
-            unmap(probe.as_ptr() as usize, len);
+            unmap(probe.as_ptr() as usize, len)?;
         }
         if let Err(e) = map_file(Some(addr), len, READ_WRITE, flags | libc::MAP_FIXED, file) {
             // Somebody took the pages in between. Whether the range is still reserved is not known;
@@ -221,11 +238,17 @@ impl Reservation {
     }
 
     /// Brings every page of a part into memory that [`map_pages`](Self::map_pages) mapped and, unless it was
-    /// mapped or made by somebody else, nobody has written to; or says why it cannot. Contents stay. Several
-    /// threads may each do a part.
-    pub(crate) fn fault_in(&self, offset: usize, len: usize) -> io::Result<()> {
+    /// mapped or made by somebody else, nobody has written to, in pages of `page` bytes; or says why it cannot.
+    /// Contents stay. Several threads may each do a part.
+    pub(crate) fn fault_in(&self, offset: usize, len: usize, page: usize) -> io::Result<()> {
         let fresh = !matches!(self.origin, Origin::Lent | Origin::Given(_));
-        fault_in(self.at(offset, len), len, fresh)
+        let addr = self.at(offset, len);
+        if let Err(e) = self.hook.before(MapStep::FaultIn, addr.as_ptr() as usize, len, page) {
+            // Half of it, as documented, so that there is something to give back.
+            let _ = fault_in(addr, (len / 2).next_multiple_of(base_page()), fresh);
+            return Err(e);
+        }
+        fault_in(addr, len, fresh)
     }
 
     /// Says where the pages of a part that is mapped shall come from. Does nothing if the range is lent.
@@ -233,12 +256,15 @@ impl Reservation {
         &self,
         offset: usize,
         len: usize,
+        page: usize,
         to: &NodeSet,
         mode: Mode,
     ) -> io::Result<()> {
         if self.is_lent() {
             return Ok(());
         }
+        let addr = self.at(offset, len).as_ptr() as usize;
+        self.hook.before(MapStep::Bind, addr, len, page)?;
         // SAFETY: `at` checks that the range lies in this reservation, whose mappings are ours.
         unsafe { numa::bind(self.at(offset, len), len, mode, to) }
     }
@@ -249,7 +275,8 @@ impl Reservation {
     }
 
     /// Gives the pages at `offset` back to the system, as far as no other process shares them, and reserves
-    /// the range again. Does nothing if the range is lent.
+    /// the range again. Where the system will not, the range stays mapped, without pages if it lets go of
+    /// those, until all of it is unmapped. Does nothing if the range is lent.
     ///
     /// # Safety
     /// Nobody uses `offset..offset + len` any more: neither this process nor a device.
@@ -258,11 +285,18 @@ impl Reservation {
         if self.is_lent() {
             return;
         }
-        if map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED).is_err() {
+        let start = addr.as_ptr() as usize;
+        let asked = self.hook.before(MapStep::Unmap, start, len, 0);
+        let reserve = || map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED);
+        if asked.is_err() {
+            empty(addr, len);
+        } else if reserve().is_err() {
             // Only a full mapping table can bring this about. The pages must go all the same, and the
             // hole may be filled by others, so it is no longer ours.
-            unmap(addr.as_ptr() as usize, len);
-            self.spare(offset, len, false);
+            match unmap(start, len) {
+                Ok(()) => self.spare(offset, len, false),
+                Err(_) => empty(addr, len),
+            }
         }
         self.files.lock().remove(&offset);
     }
@@ -290,26 +324,51 @@ fn overlap(ranges: &BTreeMap<usize, usize>, start: usize, end: usize) -> Option<
     ranges.range(..end).next_back().filter(|&(_, &b)| b > start).map(|(&a, &b)| (a, b))
 }
 
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        let (start, len) = self.kept();
+impl Reservation {
+    /// Unmaps all but what was given up, as dropping it does; nothing if the range is lent. `failed` hears of
+    /// each part that the system would not unmap, by address and length: that stays mapped for ever, without
+    /// pages if possible.
+    pub(crate) fn release(&mut self, mut failed: impl FnMut(usize, usize, io::Error)) {
+        if std::mem::replace(&mut self.released, true) {
+            return;
+        }
+        let ((start, len), lent) = (self.kept(), self.is_lent());
         let base = self.base.as_ptr() as usize;
-        let lent = self.is_lent();
-        let mut ranges = RANGES.lock();
-        ranges.remove(&start);
-        let mut from = start;
-        for &Spared { offset, len, held } in self.spared.get_mut().iter() {
-            if held {
+        let spared = std::mem::take(self.spared.get_mut());
+        {
+            let mut ranges = RANGES.lock();
+            ranges.remove(&start);
+            for &Spared { offset, len, .. } in spared.iter().filter(|s| s.held) {
                 ranges.insert(base + offset, base + offset + len);
             }
-            if !lent {
-                unmap(from, base + offset - from);
+        }
+        if lent {
+            return;
+        }
+        let mut free = |from: usize, to: usize| {
+            let asked = match from < to {
+                true => self.hook.before(MapStep::Unmap, from, to - from, 0),
+                false => return,
+            };
+            if let Err(e) = asked.and_then(|()| unmap(from, to - from)) {
+                if let Some(addr) = NonNull::new(from as *mut u8) {
+                    empty(addr, to - from);
+                }
+                failed(from, to - from, e);
             }
+        };
+        let mut from = start;
+        for &Spared { offset, len, .. } in &spared {
+            free(from, base + offset);
             from = base + offset + len;
         }
-        if !lent {
-            unmap(from, start + len - from);
-        }
+        free(from, start + len);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.release(|_, _, _| {});
     }
 }
 
@@ -339,12 +398,20 @@ fn map_file(
     NonNull::new(p.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
-fn unmap(addr: usize, len: usize) {
-    if len > 0 {
-        // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
-        let r = unsafe { libc::munmap(addr as *mut libc::c_void, len) };
-        debug_assert_eq!(r, 0, "{}", io::Error::last_os_error());
+/// Fails only where the process has as many mappings as it may, and this would cut one in two.
+fn unmap(addr: usize, len: usize) -> io::Result<()> {
+    // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
+    if len == 0 || unsafe { libc::munmap(addr as *mut libc::c_void, len) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
     }
+}
+
+/// Gives up the pages of a range that cannot be unmapped. Kernels before 5.18 keep hugepages.
+fn empty(addr: NonNull<u8>, len: usize) {
+    // SAFETY: the callers own the range and no longer use it, so losing its contents harms nobody.
+    unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_DONTNEED) };
 }
 
 /// Brings every page of a writable mapping into memory, or says why it cannot. `fresh` says that nobody has
@@ -457,10 +524,10 @@ impl<T> std::ops::Deref for ZeroedTable<T> {
 
 impl<T> Drop for ZeroedTable<T> {
     fn drop(&mut self) {
-        unmap(
-            self.ptr.as_ptr() as usize,
-            (self.len * size_of::<T>()).next_multiple_of(base_page()),
-        );
+        let len = (self.len * size_of::<T>()).next_multiple_of(base_page());
+        if unmap(self.ptr.as_ptr() as usize, len).is_err() {
+            empty(self.ptr.cast(), len);
+        }
     }
 }
 
@@ -496,11 +563,11 @@ mod tests {
 
     #[test]
     fn a_reservation_is_aligned_backs_and_unbacks() {
-        let r = Reservation::new(8 << 20, 4 << 20).expect("reserve");
+        let r = Reservation::new(8 << 20, 4 << 20, StepHook::default()).expect("reserve");
         assert_eq!(r.base().as_ptr() as usize % (4 << 20), 0);
         // SAFETY: the range is ours and unused.
         unsafe { r.map_pages(4 << 20, 1 << 20, base_page()) }.expect("map");
-        r.fault_in(4 << 20, 1 << 20).expect("fault in");
+        r.fault_in(4 << 20, 1 << 20, base_page()).expect("fault in");
         let p = r.at(4 << 20, 1);
         // SAFETY: backed just now, and nobody else knows of it.
         unsafe { p.as_ptr().write(7) };
@@ -508,14 +575,14 @@ mod tests {
         unsafe { r.unback(4 << 20, 1 << 20) };
         // SAFETY: as above.
         unsafe { r.map_pages(4 << 20, 1 << 20, base_page()) }.expect("map again");
-        r.fault_in(4 << 20, 1 << 20).expect("fault in again");
+        r.fault_in(4 << 20, 1 << 20, base_page()).expect("fault in again");
         // SAFETY: backed just now.
         assert_eq!(unsafe { p.as_ptr().read() }, 0, "fresh pages");
     }
 
     #[test]
     fn the_older_way_of_faulting_in_leaves_zeros() {
-        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        let r = Reservation::new(1 << 20, 4096, StepHook::default()).expect("reserve");
         map(Some(r.base()), 1 << 20, READ_WRITE, RESERVED | libc::MAP_FIXED).expect("map");
         fault_in_by_read(r.base(), 1 << 20).expect("fault in");
         let mut vec = vec![0u8; (1 << 20) / base_page()];
@@ -527,7 +594,7 @@ mod tests {
 
     #[test]
     fn faulting_in_what_cannot_be_written_is_an_error_not_a_signal() {
-        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        let r = Reservation::new(1 << 20, 4096, StepHook::default()).expect("reserve");
         assert!(fault_in(r.base(), 1 << 20, true).is_err());
         assert!(fault_in_by_read(r.base(), 1 << 20).is_err());
         assert!(fault_in_by_look(r.base(), 1 << 20).is_err());
@@ -535,7 +602,8 @@ mod tests {
 
     #[test]
     fn the_older_way_keeps_contents_where_there_are_some() {
-        let r = Reservation::of(1 << 20, 4096, Origin::Memfd).expect("reserve");
+        let r =
+            Reservation::of(1 << 20, 4096, Origin::Memfd, StepHook::default()).expect("reserve");
         // SAFETY: the range is ours and unused.
         unsafe { r.map_pages(0, 1 << 20, base_page()) }.expect("map");
         // SAFETY: mapped just now, and nobody else knows of it.
@@ -552,12 +620,16 @@ mod tests {
 
     #[test]
     fn what_is_reserved_is_not_lent_and_what_is_lent_is_not_lent_again() {
-        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        let r = Reservation::new(1 << 20, 4096, StepHook::default()).expect("reserve");
         let (start, end) = (r.base().as_ptr() as usize, r.base().as_ptr() as usize + (1 << 20));
         let kept = Some((start - base_page(), end + base_page()));
         // SAFETY: what is refused is not used.
         let lend = |addr: usize, len| unsafe {
-            Reservation::lend(NonNull::new(addr as *mut u8).expect("not null"), len)
+            Reservation::lend(
+                NonNull::new(addr as *mut u8).expect("not null"),
+                len,
+                StepHook::default(),
+            )
         };
         for (addr, len) in [(start, 4096), (end - 1, 1), (start - 8192, 8192), (end, 4096)] {
             assert_eq!(lend(addr, len).err(), kept, "{addr:#x} {len}");
@@ -576,8 +648,8 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_errors() {
-        assert!(Reservation::new(usize::MAX, 4096).is_err());
-        assert!(Reservation::new(usize::MAX - 8191, 4096).is_err());
+        assert!(Reservation::new(usize::MAX, 4096, StepHook::default()).is_err());
+        assert!(Reservation::new(usize::MAX - 8191, 4096, StepHook::default()).is_err());
         assert!(ZeroedTable::<std::sync::atomic::AtomicU32>::new(usize::MAX / 2).is_err());
     }
 }

@@ -3,6 +3,7 @@
 
 pub(crate) mod fork;
 pub(crate) mod limits;
+pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
 pub(crate) mod mmap;
 pub(crate) mod numa;
