@@ -37,6 +37,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -64,6 +65,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -115,11 +117,11 @@ pub use crate::{
         PoolReport, Report, doctor,
     },
     error::{
-        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError,
-        RegisterError, ShareError,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, FreeError, RegisterError, ShareError, UnknownDevice,
     },
     local::LocalPool,
-    pool::Pool,
+    pool::{DeviceChange, Pool},
     problem::Problem,
     shared::SharedArenas,
     stats::{ClassStats, Stats},

@@ -23,21 +23,24 @@ impl Builder {
     /// # Errors
     /// [`BuildError::Share`] when the files are not what the layout says; else as [`build`](Builder::build).
     pub fn join(self, share: PoolShare) -> Result<SharedArenas, BuildError> {
-        let mut plan = self.plan_on(Some(share))?;
-        let arenas = Arenas::build(&mut plan)?;
+        let plan = self.plan_on(Some(share))?;
+        let (access, stride) = (plan.access, plan.stride);
+        let arenas = Arenas::build(plan)?;
         let tables = |source| BuildError::Reserve { len: arenas.reserved() / PAGE * 4, source };
         let base = arenas.base().as_ptr() as usize;
-        let map = PageMap::new(base, arenas.reserved(), plan.stride.trailing_zeros());
+        let map = PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
         let map = map.map_err(tables)?;
-        for (offset, len, keys) in arenas.ranges() {
-            map.publish(offset, len, keys);
+        for standing in arenas.standing() {
+            if let Some(&(_, keys)) = standing.keys.first() {
+                map.publish(standing.offset, standing.len, keys);
+            }
         }
         Ok(SharedArenas {
             map,
-            infos: arenas.infos(plan.access),
+            infos: arenas.infos(0),
             arenas: Some(arenas),
-            access: plan.access,
-            stride: plan.stride,
+            access,
+            stride,
             process: limits::process_id(),
         })
     }

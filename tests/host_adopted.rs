@@ -192,6 +192,7 @@ fn what_the_owner_of_the_mapping_decided_cannot_be_set() {
         e => panic!("{what}: {e}"),
     };
     conflict(adopting(map.addr, MIB).capacity(MIB), "Builder::capacity");
+    conflict(adopting(map.addr, MIB).max_capacity(2 * MIB), "Builder::max_capacity");
     conflict(adopting(map.addr, MIB).numa(Numa::Node(0)), "Builder::numa");
     conflict(adopting(map.addr, MIB).numa(Numa::Interleave), "Builder::numa");
     conflict(adopting(map.addr, MIB).backing(Backing::Memfd), "Builder::backing");
@@ -301,6 +302,28 @@ fn mappings_of_each_kind_and_any_start_serve() {
 }
 
 #[test]
+fn adopted_memory_is_registered_on_each_of_several_devices() {
+    let map = Map::private(3 * MIB + PAGE);
+    let devices = [Device::soft(), Device::soft()];
+    let builder = adopting(map.addr, map.len).arena_size(MIB).devices(devices.clone());
+    let pool = builder.build().unwrap();
+    for device in &devices {
+        assert_eq!(device.as_soft().unwrap().regions(), 4);
+    }
+    let buf = pool.alloc(1000).unwrap();
+    for (i, device) in devices.iter().enumerate() {
+        let remote = buf.remote_on(device).unwrap().unwrap();
+        // SAFETY: nobody else uses the buffer meanwhile.
+        unsafe { device.as_soft().unwrap().write(remote.rkey, remote.addr, &[i as u8; 9]) }
+            .unwrap();
+        assert_eq!(buf[..9], [i as u8; 9]);
+    }
+    drop(buf);
+    pool.close().unwrap();
+    assert!(devices.iter().all(|d| d.as_soft().unwrap().regions() == 0));
+}
+
+#[test]
 fn a_raw_pointer_behind_the_range_is_foreign() {
     // Shorter than the power of two that arenas are apart.
     let map = Map::private(5 * PAGE);
@@ -362,7 +385,7 @@ fn zero_based_addresses_count_from_the_arena_wherever_it_lies() {
             let start = a.addr.as_ptr() as usize;
             (start..start + a.len).contains(&(buf.as_ptr() as usize))
         };
-        let arena = pool.arenas().iter().find(of).unwrap();
+        let arena = *pool.arenas().iter().find(of).unwrap();
         assert_eq!(remote.addr, buf.as_ptr() as u64 - arena.addr.as_ptr() as u64);
         assert_eq!(buf.sge().addr, remote.addr);
         let soft = device.as_soft().unwrap();

@@ -70,7 +70,7 @@ fn a_second_mapping_has_the_same_bytes_under_keys_of_its_own() {
         let device = Device::soft();
         let joined = joining(&device).access(access).join(pool.share().unwrap()).unwrap();
         let lens = |arenas: &[pinpool::ArenaInfo]| arenas.iter().map(|a| a.len).collect::<Vec<_>>();
-        assert_eq!(lens(joined.arenas()), lens(pool.arenas()));
+        assert_eq!(lens(joined.arenas()), lens(&pool.arenas()));
         assert_eq!((joined.access(), device.as_soft().unwrap().regions()), (access, 3));
         let soft = device.as_soft().unwrap();
         let mut bufs: Vec<_> = std::iter::from_fn(|| pool.alloc(300_000).ok()).collect();
@@ -270,6 +270,43 @@ fn arenas_that_are_no_longer_there_leave_gaps() {
     let p = joined.ptr_at(pool.offset_of(last.as_ptr()).unwrap(), PAGE).unwrap();
     // SAFETY: `ptr_at` vouched for the byte, and nobody writes it meanwhile.
     assert_eq!(unsafe { p.as_ptr().read() }, 3);
+}
+
+#[test]
+fn what_a_shared_pool_grows_by_is_shared_when_it_is_shared_again() {
+    let pool = shared(MIB).arena_size(MIB).max_capacity(3 * MIB).growth_by_hand().build().unwrap();
+    let before = pool.share().unwrap();
+    let mut held: Vec<_> = std::iter::from_fn(|| pool.alloc(300_000).ok()).collect();
+    pool.tick(std::time::Duration::ZERO);
+    assert!(pool.capacity() > MIB, "grown");
+    let mut buf = pool.alloc(300_000).unwrap();
+    let offset = pool.offset_of(buf.as_ptr()).unwrap();
+    assert!(offset >= MIB, "in an arena that came later");
+    buf.fill(6);
+    assert_eq!(before.layout().arenas().len(), 1);
+    let early = joining(&Device::soft()).join(before).unwrap();
+    assert!(early.ptr_at(offset, 1).is_none());
+    let late = joining(&Device::soft()).join(pool.share().unwrap()).unwrap();
+    assert!(late.arenas().len() > 1);
+    let p = late.ptr_at(offset, buf.len()).unwrap();
+    // SAFETY: `ptr_at` vouched for the range, and nobody writes it meanwhile.
+    assert!(unsafe { std::slice::from_raw_parts(p.as_ptr(), buf.len()) }.iter().all(|&b| b == 6));
+    // The first arena is at one offset for all.
+    held[0].fill(8);
+    let first = pool.offset_of(held[0].as_ptr()).unwrap();
+    for joined in [&early, &late] {
+        // SAFETY: as above.
+        assert_eq!(unsafe { joined.ptr_at(first, 1).unwrap().as_ptr().read() }, 8);
+    }
+    // What is given back here stays with whoever has it mapped.
+    drop((held, buf));
+    for i in 0..40 {
+        pool.tick(std::time::Duration::from_secs(60 * i));
+    }
+    assert_eq!((pool.capacity(), pool.share().unwrap().layout().arenas().len()), (MIB, 1));
+    // SAFETY: as above; the bytes are this process's through `late` alone by now.
+    assert_eq!(unsafe { p.as_ptr().read() }, 6);
+    pool.check();
 }
 
 /// In the helper: joins what it is told of, and plays peer to it until it hears no more.

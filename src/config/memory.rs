@@ -7,11 +7,14 @@ use std::{
     ptr::NonNull,
 };
 
-use super::{Asked, Builder, Candidates, Layout, MAX, Pages, PoolShare, arena_stride};
+use super::{
+    Asked, Builder, Candidates, Layout, MAX, Pages, PoolShare, Sizes, arena_stride, shortest,
+};
 use crate::{
     device::{DeviceInfo, Pinning},
     error::{AdoptError, BuildError, ShareError},
     preflight::{self, Demand, Findings},
+    reach::Reach,
     size_class::PAGE,
     sys::{
         limits::Facts,
@@ -88,7 +91,7 @@ pub(crate) struct Fixed {
     pub(crate) page_size: usize,
 }
 
-impl Builder {
+impl<R: Reach> Builder<R> {
     /// Sets what the pool's memory is made of; [`Backing::Private`] unless set.
     ///
     /// What is shared is data alone: the allocator's tables stay private to this process, so another
@@ -161,7 +164,7 @@ impl Builder {
     pub(super) fn memory_given(
         &mut self,
         share: Option<PoolShare>,
-        info: &DeviceInfo,
+        infos: &[DeviceInfo],
     ) -> Result<Option<Given>, BuildError> {
         let adopted = self.memory.adopted.take();
         if share.is_none() && adopted.is_none() {
@@ -169,6 +172,7 @@ impl Builder {
         }
         let conflicts = [
             (self.capacity != 0, "Builder::capacity"),
+            (self.growth.max_capacity.is_some(), "Builder::max_capacity"),
             (self.start.place(), "Builder::numa"),
             (self.memory.backing != Backing::Private, "Builder::backing"),
             (share.is_some() && self.arena_size.is_some(), "Builder::arena_size"),
@@ -179,7 +183,7 @@ impl Builder {
         }
         let given = match (share, adopted) {
             (Some(share), _) => joined(share).map_err(BuildError::Share)?,
-            (None, Some((addr, len))) => adopt(addr, len, info).map_err(BuildError::Adopt)?,
+            (None, Some((addr, len))) => adopt(addr, len, infos).map_err(BuildError::Adopt)?,
             (None, None) => return Ok(None),
         };
         match insisted(self.pages) {
@@ -227,9 +231,10 @@ impl Given {
     pub(super) fn examine(
         self,
         asked: &Asked,
-        info: &DeviceInfo,
+        infos: &[DeviceInfo],
         facts: &Facts,
     ) -> Result<Examined, BuildError> {
+        let info = shortest(infos)?;
         asked.check_access()?;
         let (stride, arenas, fixed) = match self.shape {
             Shape::Whole(len) => {
@@ -254,7 +259,7 @@ impl Given {
             }
         };
         let demand = Demand {
-            info,
+            infos,
             arenas: &arenas,
             stride,
             page_sizes: &self.pages,
@@ -270,7 +275,12 @@ impl Given {
         if asked > MOST {
             return Err(BuildError::CapacityTooLarge { asked, max: MOST });
         }
-        Ok((Layout { capacity, stride, arenas, page_sizes: self.pages }, found, self.memory, fixed))
+        Ok((
+            Layout { capacity, stride, arenas, more: Vec::new(), page_sizes: self.pages },
+            found,
+            self.memory,
+            fixed,
+        ))
     }
 }
 
@@ -288,11 +298,15 @@ fn cut(
     }
     let max = usize::try_from(info.max_mr_size).unwrap_or(usize::MAX);
     let most = if max == 0 { 0 } else { 1 << max.ilog2() };
-    Ok(arena_stride(asked.or(Some(most).filter(|&m| m >= page)), len, page, info)?)
+    Ok(arena_stride(
+        asked.or(Some(most).filter(|&m| m >= page)),
+        Sizes { capacity: len, more: 0, page },
+        info,
+    )?)
 }
 
 /// Checks a range that is lent.
-fn adopt(addr: *mut u8, len: usize, info: &DeviceInfo) -> Result<Given, AdoptError> {
+fn adopt(addr: *mut u8, len: usize, infos: &[DeviceInfo]) -> Result<Given, AdoptError> {
     let start = addr as usize;
     let lent = NonNull::new(addr).filter(|_| len > 0).ok_or(AdoptError::Empty)?;
     let wraps = AdoptError::Wraps { addr: start, len };
@@ -306,7 +320,7 @@ fn adopt(addr: *mut u8, len: usize, info: &DeviceInfo) -> Result<Given, AdoptErr
         return Err(AdoptError::InUse { start, end });
     }
     let mappings = smaps::under(start, end).map_err(AdoptError::Unknown)?;
-    let page = judge(start, end, &mappings, info)?;
+    let page = judge(start, end, &mappings, infos)?;
     let memory = Memory::Lent(Lent { addr: lent });
     Ok(Given { memory, pages: vec![page], shape: Shape::Whole(len) })
 }
@@ -316,7 +330,7 @@ fn judge(
     start: usize,
     end: usize,
     mappings: &[Mapping],
-    info: &DeviceInfo,
+    infos: &[DeviceInfo],
 ) -> Result<usize, AdoptError> {
     let mut at = start;
     for m in mappings {
@@ -344,8 +358,8 @@ fn judge(
         return Err(AdoptError::NotWholePages { addr: start, len: end - start, page_size: first });
     }
     // Locks do not nest: to deregister would take the caller's lock away.
-    let locks = info.pinning == Pinning::Locked;
-    if let Some(m) = mappings.iter().find(|m| locks && m.locked) {
+    let locking = infos.iter().find(|i| i.pinning == Pinning::Locked);
+    if let (Some(m), Some(info)) = (mappings.iter().find(|m| m.locked), locking) {
         return Err(AdoptError::Locked { at: m.start, len: len(m), device: info.name.clone() });
     }
     Ok(first)
@@ -396,7 +410,7 @@ mod tests {
     }
 
     fn verdict(mappings: &[Mapping]) -> Result<usize, AdoptError> {
-        judge(2 * MIB, 6 * MIB, mappings, &DeviceInfo::new("d", "t"))
+        judge(2 * MIB, 6 * MIB, mappings, &[DeviceInfo::new("d", "t")])
     }
 
     #[test]
@@ -437,7 +451,8 @@ mod tests {
         assert!(verdict(std::slice::from_ref(&locked)).is_ok());
         let mut info = DeviceInfo::new("soft", "soft");
         info.pinning = Pinning::Locked;
-        let e = judge(2 * MIB, 6 * MIB, &[locked], &info).expect_err("locked");
+        let e = judge(2 * MIB, 6 * MIB, &[locked], &[DeviceInfo::new("d", "t"), info])
+            .expect_err("locked");
         assert!(matches!(e, AdoptError::Locked { .. }), "{e}");
     }
 

@@ -2,6 +2,7 @@
 
 use super::Pool;
 use crate::{
+    arena::ArenaFile,
     config::{ArenaLayout, PoolShare, ShareLayout},
     error::ShareError,
     sys::limits,
@@ -11,6 +12,9 @@ impl<R> Pool<R> {
     /// Gives what another process needs to map and register this pool's memory as well
     /// ([`Builder::join`](crate::Builder::join)). The pool must have been built with a
     /// [`Backing`](crate::Backing) that can be shared.
+    ///
+    /// What it gives is the arenas of this moment: when the pool has grown, share it again. Waits for growth
+    /// that is under way.
     ///
     /// A process that has it can read and write all of the pool's memory, at any time and until its end: take
     /// what comes from there as you take what comes from a peer with an rkey. It has no part in the allocator,
@@ -36,16 +40,13 @@ impl<R> Pool<R> {
         if found.is_empty() {
             return Err(ShareError::Private);
         }
-        let map = core.slabs.map();
         let (mut layout, mut files, mut paths) = (Vec::new(), Vec::new(), Vec::new());
-        for (offset, file, path) in found {
-            let start = map.base() + offset;
-            let arena = core.infos.iter().find(|a| a.addr.as_ptr() as usize == start);
-            let Some(arena) = arena else { continue };
-            layout.push(ArenaLayout { offset, len: arena.len, page_size: arena.page_size });
+        for ArenaFile { offset, len, page_size, file, path } in found {
+            layout.push(ArenaLayout { offset, len, page_size });
             files.push(file);
             paths.extend(path);
         }
+        let map = core.slabs.map();
         let stride = (map.stride_pages() as usize) << crate::size_class::PAGE_SHIFT;
         Ok(PoolShare::new(ShareLayout::new(stride, layout)?, files).with_paths(paths))
     }

@@ -193,6 +193,19 @@ impl Reservation {
             return Ok(());
         }
         self.hook.before(MapStep::Map, addr.as_ptr() as usize, len, page)?;
+        if self.is_spared(offset, len) {
+            // A device or somebody else has it.
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
+        }
+        if matches!(self.origin, Origin::Private) && page <= base_page() {
+            // The reservation itself becomes writable, so that whatever fails leaves the range ours.
+            // SAFETY: the range is part of the reservation, and nobody uses it (contract).
+            if unsafe { libc::mprotect(addr.as_ptr().cast(), len, READ_WRITE) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            transparent_hugepages(addr, len);
+            return Ok(());
+        }
         let mut made = None;
         match &self.origin {
             Origin::Lent | Origin::Private | Origin::Given(_) => {}
@@ -207,11 +220,10 @@ impl Reservation {
             None if matches!(self.origin, Origin::Given(_)) => {
                 return Err(io::ErrorKind::NotFound.into());
             }
-            None if huge => {
+            None => {
                 let size = (page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | size
             }
-            None => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
         };
         if huge {
             // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
@@ -231,8 +243,7 @@ impl Reservation {
         }
         files.extend(made.map(|file| (offset, file)));
         if !huge {
-            // SAFETY: the range was mapped just now and is ours; the advice changes no contents.
-            unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+            transparent_hugepages(addr, len);
         }
         Ok(())
     }
@@ -304,6 +315,12 @@ impl Reservation {
     /// Keeps `offset..offset + len` mapped for ever: a device may still write to it.
     pub(crate) fn leak(&self, offset: usize, len: usize) {
         self.spare(offset, len, true);
+    }
+
+    /// Whether any of a part was given up.
+    pub(crate) fn is_spared(&self, offset: usize, len: usize) -> bool {
+        let spared = self.spared.lock();
+        spared.iter().any(|s| s.offset < offset + len && offset < s.offset + s.len)
     }
 
     fn spare(&self, offset: usize, len: usize, held: bool) {
@@ -396,6 +413,12 @@ fn map_file(
         return Err(io::Error::last_os_error());
     }
     NonNull::new(p.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+/// Asks for transparent hugepages, where the system gives them to who asks.
+fn transparent_hugepages(addr: NonNull<u8>, len: usize) {
+    // SAFETY: the callers just mapped the range, which is theirs; the advice changes no contents.
+    unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
 }
 
 /// Fails only where the process has as many mappings as it may, and this would cut one in two.

@@ -10,6 +10,7 @@ pub(crate) mod numa;
 #[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub(crate) mod queue_pair;
 pub(crate) mod shared;
+pub(crate) mod signals;
 pub(crate) mod smaps;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
