@@ -719,9 +719,6 @@ fn the_end_waits_for_a_growth_and_undoes_it() {
         has_ended.recv().unwrap();
         ender.join().unwrap();
         assert_eq!(calls.calls.live(), 0);
-        for r in calls.calls.requests() {
-            assert!(!mapped(r.addr, r.len));
-        }
     }
 }
 
