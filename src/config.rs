@@ -1,10 +1,13 @@
 //! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
 //! made here beyond reading limits.
 
+mod export;
+mod growth;
 mod heaps;
+mod memory;
 mod start;
 
-use std::{fmt, sync::Arc};
+use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
     access::Access,
@@ -13,6 +16,7 @@ use crate::{
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
+    reach::{Any, Rails, Reach},
     size_class::MIN_BLOCK,
     sys::{
         limits::{self, Facts},
@@ -22,11 +26,15 @@ use crate::{
 };
 
 pub use self::{
+    export::{ArenaLayout, ExportLayout, PoolExport},
     heaps::Reserve,
+    memory::Backing,
     start::{Numa, Progress, Stage},
 };
 pub(crate) use self::{
+    growth::Growth,
     heaps::{Range, SharePlan},
+    memory::{Fixed, Memory},
     start::{Placement, Start},
 };
 
@@ -63,9 +71,11 @@ pub enum Pages {
     Base,
 }
 
+/// The page sizes to try, best first, and what is wrong with the one asked for.
+type Candidates = (Vec<usize>, Option<Problem>);
+
 impl Pages {
-    /// The sizes to try, best first, and what is wrong with the one asked for.
-    fn candidates(self) -> (Vec<usize>, Option<Problem>) {
+    fn candidates(self) -> Candidates {
         let offered = limits::page_sizes();
         let base = mmap::base_page();
         match self {
@@ -119,6 +129,21 @@ pub enum Event<'a> {
         /// How many of that size were free.
         free_pages: Option<u64>,
     },
+    /// The pool could not grow. It serves on with what it has, and tries again when more is needed.
+    GrowthFailed {
+        /// Bytes of the arena that was to come.
+        len: usize,
+        /// Bytes that the pool has.
+        capacity: usize,
+        /// Bytes that it may grow to.
+        max_capacity: usize,
+        /// How often in a row this failed.
+        failures: u32,
+        /// For how long it will not be tried again.
+        retry_after: Duration,
+        /// Why, with the numbers.
+        error: &'a BuildError,
+    },
 }
 
 pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
@@ -148,8 +173,8 @@ pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[must_use = "nothing is built before `build`"]
-pub struct Builder {
-    device: Option<Device>,
+pub struct Builder<R = Any> {
+    devices: Vec<Device>,
     access: Access,
     capacity: usize,
     arena_size: Option<usize>,
@@ -158,13 +183,16 @@ pub struct Builder {
     hook: Option<EventHook>,
     heaps: heaps::Wishes,
     start: start::Wishes,
+    memory: memory::Wishes,
+    growth: growth::Wishes,
+    _reach: PhantomData<R>,
     mapping: StepHook,
 }
 
 impl Default for Builder {
     fn default() -> Self {
         Self {
-            device: None,
+            devices: Vec::new(),
             access: Access::LOCAL_WRITE,
             capacity: 0,
             arena_size: None,
@@ -173,17 +201,21 @@ impl Default for Builder {
             hook: None,
             heaps: heaps::Wishes::default(),
             start: start::Wishes::default(),
+            memory: memory::Wishes::default(),
+            growth: growth::Wishes::default(),
+            _reach: PhantomData,
             mapping: StepHook::default(),
         }
     }
 }
 
-impl fmt::Debug for Builder {
+impl<R> fmt::Debug for Builder<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Builder")
-            .field("device", &self.device)
+            .field("devices", &self.devices)
             .field("access", &self.access)
             .field("capacity", &self.capacity)
+            .field("max_capacity", &self.growth.max_capacity)
             .field("arena_size", &self.arena_size)
             .field("pages", &self.pages)
             .field("colouring", &self.colouring)
@@ -194,10 +226,45 @@ impl fmt::Debug for Builder {
 impl Builder {
     /// Sets the device whose PD all arenas are registered under. Must be set.
     pub fn device(mut self, device: Device) -> Self {
-        self.device = Some(device);
+        self.devices = vec![device];
         self
     }
 
+    /// Sets several devices: every arena is registered on each, and every key must be asked for by device
+    /// ([`Buf::keys_on`](crate::Buf::keys_on)). At most 16; more and fewer can be had while the pool serves
+    /// ([`Pool::add_device`](crate::Pool::add_device)).
+    ///
+    /// ```
+    /// use pinpool::{Device, Pool};
+    ///
+    /// let (a, b) = (Device::soft(), Device::soft());
+    /// let pool = Pool::builder().devices([a.clone(), b.clone()]).capacity(1 << 20).build()?;
+    /// let buf = pool.alloc(4096)?;
+    /// let (on_a, on_b) = (buf.sge_on(&a)?, buf.sge_on(&b)?);
+    /// assert_eq!(on_a.addr, on_b.addr);
+    /// assert!(buf.sge_on(&Device::soft()).is_err(), "an unknown device");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn devices(self, devices: impl IntoIterator<Item = Device>) -> Builder<Rails> {
+        Builder {
+            devices: devices.into_iter().collect(),
+            access: self.access,
+            capacity: self.capacity,
+            arena_size: self.arena_size,
+            pages: self.pages,
+            colouring: self.colouring,
+            hook: self.hook,
+            heaps: self.heaps,
+            start: self.start,
+            memory: self.memory,
+            growth: self.growth,
+            _reach: PhantomData,
+            mapping: self.mapping,
+        }
+    }
+}
+
+impl<R: Reach> Builder<R> {
     /// Sets the rights of all arenas (of the default [class](Builder::class)); [`Access::LOCAL_WRITE`]
     /// unless set. Exactly these reach the device, none is added.
     pub fn access(mut self, access: Access) -> Self {
@@ -255,37 +322,71 @@ impl Builder {
     ///
     /// # Errors
     /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
-    pub fn build(self) -> Result<Pool, BuildError> {
+    pub fn build(self) -> Result<Pool<R>, BuildError> {
         Pool::from_plans(self.plan()?)
     }
 
     /// Checks everything that can be known before the first page is mapped. One plan for each access class.
     fn plan(self) -> Result<Vec<Plan>, BuildError> {
-        let device = self.device.ok_or(BuildError::NoDevice)?;
-        let info = device.info();
-        let default = Asked {
-            access: self.access,
-            capacity: self.capacity,
-            arena_size: self.arena_size,
-            pages: self.pages,
-            numa: self.start.numa,
+        self.plan_on(None)
+    }
+
+    /// The same with the default class in memory that is there already, if `share` or the builder names some.
+    pub(crate) fn plan_on(mut self, share: Option<PoolExport>) -> Result<Vec<Plan>, BuildError> {
+        let infos: Vec<_> = self.devices.iter().map(Device::info).collect();
+        if infos.is_empty() {
+            return Err(BuildError::NoDevice);
+        }
+        if infos.len() > MOST_DEVICES {
+            return Err(BuildError::TooManyDevices { asked: infos.len(), max: MOST_DEVICES });
+        }
+        for (i, device) in self.devices.iter().enumerate() {
+            if self.devices[..i].iter().any(|d| d.is(device)) {
+                return Err(BuildError::DuplicateDevice { device: infos[i].name.clone() });
+            }
+        }
+        let facts = Facts::gather();
+        let (names, asked): (Vec<_>, Vec<_>) =
+            self.heaps.classes(self.asked())?.into_iter().unzip();
+        let given = match self.memory_given(share, &infos)? {
+            Some(given) => Some(given.examine(&asked[0], &infos, &facts)?),
+            None => None,
         };
-        let (names, asked): (Vec<_>, Vec<_>) = self.heaps.classes(default)?.into_iter().unzip();
-        let (layouts, found) = Asked::examine_all(&asked, &info, &Facts::gather())?;
-        let total = layouts.iter().map(|l| l.capacity).sum();
-        let start = self.start.plan(found.placement, total)?;
+        let (backing, pages) = self.planned_backing()?;
+        let mapped = &asked[given.iter().len()..];
+        let (layouts, mut found) = Asked::examine_all(mapped, &infos, &facts, pages)?;
+        let mut parts = Vec::with_capacity(asked.len());
+        let mapped_to = std::mem::take(&mut found.placement);
+        if let Some((layout, own, memory, fixed)) = given {
+            found = if layouts.is_empty() {
+                own
+            } else {
+                let arenas = [&layout].into_iter().chain(&layouts).flat_map(|l| l.arenas.clone());
+                found.with(own, &infos, &arenas.collect::<Vec<_>>(), layout.stride, &facts)
+            };
+            parts.push((layout, memory, fixed, Placement::Anywhere));
+        }
+        parts.extend(layouts.into_iter().map(|layout| {
+            (layout, Memory::Mapped(backing.clone()), Vec::new(), mapped_to.clone())
+        }));
+        let total = parts.iter().map(|(layout, ..)| layout.capacity).sum();
+        let start = self.start.plan(total)?;
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
         let pad = if self.colouring { MIN_BLOCK } else { 0 };
         let (mut plans, mut before) = (Vec::new(), 0);
-        for ((name, asked), layout) in names.into_iter().zip(asked).zip(layouts) {
-            let Layout { capacity, stride, arenas, page_sizes } = layout;
-            let (shares, ranges) = self.heaps.lay_out(&name, stride, &arenas, pad)?;
+        for ((name, asked), (layout, memory, fixed, placement)) in
+            names.into_iter().zip(asked).zip(parts)
+        {
+            let Layout { capacity, stride, arenas, more, page_sizes } = layout;
+            let slot = |i: usize| fixed.get(i).map_or(i, |f: &Fixed| f.slot);
+            let cut = self.heaps.lay_out(&name, |i| slot(i) * stride, &arenas, pad)?;
+            let unreserved = cut.ranges.iter().map(|&(_, len)| len).sum();
             plans.push(Plan {
                 name,
-                device: device.clone(),
-                info: info.clone(),
+                devices: self.devices.clone(),
+                infos: infos.clone(),
                 access: asked.access,
                 capacity,
                 stride,
@@ -293,14 +394,25 @@ impl Builder {
                 page_sizes,
                 pad,
                 hook: self.hook.clone(),
-                start: start.for_class(asked.access, before),
-                ranges,
-                shares,
+                start: start.for_class(asked.access, placement, before),
+                memory,
+                fixed,
+                growth: self.growth.plan(capacity, unreserved, more)?,
+                ranges: cut.ranges,
+                shares: cut.shares,
                 mapping: self.mapping.clone(),
             });
+            // One class grows.
+            self.growth = growth::Wishes::default();
             before += capacity;
         }
         Ok(plans)
+    }
+
+    fn asked(&self) -> Asked {
+        let Self { access, capacity, arena_size, pages, .. } = *self;
+        let (max_capacity, numa) = (self.growth.max_capacity, self.start.numa);
+        Asked { access, capacity, max_capacity, arena_size, pages, numa }
     }
 }
 
@@ -312,6 +424,7 @@ pub(crate) const DEFAULT_CLASS: &str = "default";
 pub(crate) struct Asked {
     pub(crate) access: Access,
     pub(crate) capacity: usize,
+    pub(crate) max_capacity: Option<usize>,
     pub(crate) arena_size: Option<usize>,
     pub(crate) pages: Pages,
     pub(crate) numa: Numa,
@@ -323,6 +436,8 @@ pub(crate) struct Layout {
     pub(crate) capacity: usize,
     pub(crate) stride: usize,
     pub(crate) arenas: Vec<usize>,
+    /// The arenas that can come on top.
+    pub(crate) more: Vec<usize>,
     pub(crate) page_sizes: Vec<usize>,
 }
 
@@ -331,89 +446,145 @@ impl Asked {
     /// do not permit is gathered.
     pub(crate) fn examine(
         &self,
-        info: &DeviceInfo,
+        infos: &[DeviceInfo],
         facts: &Facts,
     ) -> Result<(Layout, Findings), BuildError> {
-        let (mut layouts, found) = Self::examine_all(std::slice::from_ref(self), info, facts)?;
+        let all = std::slice::from_ref(self);
+        let (mut layouts, found) = Self::examine_all(all, infos, facts, self.pages.candidates())?;
         Ok((layouts.swap_remove(0), found))
     }
 
+    fn check_access(&self) -> Result<(), BuildError> {
+        match self.access.conflict() {
+            Some(reason) => Err(BuildError::Access { access: self.access, reason }),
+            None => Ok(()),
+        }
+    }
+
     /// Lays the classes of one pool out and judges them together, so that limits hold against their sum.
-    pub(crate) fn examine_all(
+    fn examine_all(
         all: &[Self],
-        info: &DeviceInfo,
+        infos: &[DeviceInfo],
         facts: &Facts,
+        (page_sizes, absent): Candidates,
     ) -> Result<(Vec<Layout>, Findings), BuildError> {
+        let Some(&Self { pages, numa, .. }) = all.first() else {
+            return Ok((Vec::new(), Findings::default()));
+        };
         let (mut first, mut notes) = (Vec::new(), Vec::new());
+        match pages {
+            Pages::Require(_) => first.extend(absent),
+            _ => notes.extend(absent),
+        }
         let mut layouts = Vec::with_capacity(all.len());
         for asked in all {
-            layouts.push(asked.lay_out(info, &mut first, &mut notes)?);
+            let (layout, wrong) = asked.lay_out(infos, &page_sizes)?;
+            layouts.push(layout);
+            // What is wrong with the wish for all classes is said once.
+            if let Some(wrong) = wrong
+                && !first.contains(&wrong)
+            {
+                first.push(wrong);
+            }
         }
-        // What is wrong with the wish for all classes is said once.
-        for list in [&mut first, &mut notes] {
-            let mut seen = Vec::new();
-            list.retain(|p: &Problem| {
-                !seen.contains(p) && {
-                    seen.push(p.clone());
-                    true
-                }
-            });
-        }
-        let arenas: Vec<usize> = layouts.iter().flat_map(|l| l.arenas.iter().copied()).collect();
-        let demand = Demand {
-            info,
-            arenas: &arenas,
-            stride: layouts.iter().map(|l| l.stride).max().unwrap_or_default(),
-            page_sizes: &layouts[0].page_sizes,
-            base_page: mmap::base_page(),
-            numa: all[0].numa,
+        let arenas: Vec<_> = layouts.iter().flat_map(|l| l.arenas.iter().copied()).collect();
+        let more: Vec<_> = layouts.iter().flat_map(|l| l.more.iter().copied()).collect();
+        let stride = layouts.iter().map(|l| l.stride).max().unwrap_or_default();
+        let judge = |arenas: &[usize]| {
+            let base_page = mmap::base_page();
+            let page_sizes = &page_sizes[..];
+            let there = false;
+            let demand = Demand { infos, arenas, stride, page_sizes, base_page, numa, there };
+            preflight::judge(&demand, facts)
         };
-        let mut found = preflight::judge(&demand, facts);
+        let mut found = judge(&arenas);
+        if !more.is_empty() {
+            // What the maximum lacks is no reason not to begin.
+            let most = judge(&[&arenas[..], &more].concat());
+            let known = |p: &Problem| {
+                let same = |q: &&Problem| std::mem::discriminant(*q) == std::mem::discriminant(p);
+                found.problems.iter().chain(&found.notes).find(same).is_some()
+            };
+            let news: Vec<_> =
+                most.problems.into_iter().chain(most.notes).filter(|p| !known(p)).collect();
+            found.notes.extend(news);
+        }
         found.problems.splice(0..0, first);
         found.notes.splice(0..0, notes);
         Ok((layouts, found))
     }
 
+    /// Lays one class out, and says what is wrong with the arena size that was asked for.
     fn lay_out(
         &self,
-        info: &DeviceInfo,
-        first: &mut Vec<Problem>,
-        notes: &mut Vec<Problem>,
-    ) -> Result<Layout, BuildError> {
-        if let Some(reason) = self.access.conflict() {
-            return Err(BuildError::Access { access: self.access, reason });
-        }
+        infos: &[DeviceInfo],
+        page_sizes: &[usize],
+    ) -> Result<(Layout, Option<Problem>), BuildError> {
+        let info = shortest(infos)?;
+        self.check_access()?;
         if self.capacity == 0 {
             return Err(BuildError::ZeroCapacity);
         }
         if self.capacity > MAX {
             return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
         }
-        let (page_sizes, absent) = self.pages.candidates();
         let page = page_sizes[0];
         let capacity = self.capacity.next_multiple_of(page);
-        match self.pages {
-            Pages::Require(_) => first.extend(absent),
-            _ => notes.extend(absent),
+        let max_capacity = self.max_capacity.unwrap_or(capacity);
+        if self.max_capacity.is_some_and(|m| m < self.capacity) {
+            return Err(BuildError::MaxCapacity { asked: max_capacity, capacity: self.capacity });
         }
-        let stride = arena_stride(self.arena_size, capacity, page, info).unwrap_or_else(|p| {
-            first.push(p);
+        // What is to come on top, in whole pages.
+        let more = max_capacity.saturating_sub(capacity) / page * page;
+        let sizes = Sizes { capacity, more, page };
+        let mut wrong = None;
+        let stride = arena_stride(self.arena_size, sizes, info).unwrap_or_else(|p| {
+            wrong = Some(p);
             // The rest is judged as if the size had been left open.
-            arena_stride(None, capacity, page, info)
-                .unwrap_or_else(|_| capacity.next_power_of_two())
+            arena_stride(None, sizes, info).unwrap_or_else(|_| capacity.next_power_of_two())
         });
-        let count = capacity.div_ceil(stride);
+        let count = capacity.div_ceil(stride) + more.div_ceil(stride);
+        if count.saturating_mul(stride) > MOST_RESERVED && more > 0 {
+            return Err(BuildError::CapacityTooLarge { asked: max_capacity, max: MOST_RESERVED });
+        }
         if count > MAX_ARENAS {
             let problem =
                 format!("makes {count} arenas of this capacity; the most is {MAX_ARENAS}");
             return Err(BuildError::ArenaSize { asked: stride, problem });
         }
-        let mut arenas = vec![stride; capacity / stride];
-        if !capacity.is_multiple_of(stride) {
-            arenas.push(capacity % stride);
-        }
-        Ok(Layout { capacity, stride, arenas, page_sizes })
+        let cut = |bytes: usize| {
+            let mut arenas = vec![stride; bytes / stride];
+            arenas.extend(Some(bytes % stride).filter(|&rest| rest > 0));
+            arenas
+        };
+        let (arenas, more, page_sizes) = (cut(capacity), cut(more), page_sizes.to_vec());
+        Ok((Layout { capacity, stride, arenas, more, page_sizes }, wrong))
     }
+}
+
+/// The device whose regions are shortest: it has its say in how long arenas are.
+fn shortest(infos: &[DeviceInfo]) -> Result<&DeviceInfo, BuildError> {
+    infos.iter().min_by_key(|i| i.max_mr_size).ok_or(BuildError::NoDevice)
+}
+
+/// What is wrong with registering arenas of a pool on one device more, beside what it is on already.
+pub(crate) fn refuse_device(
+    info: &DeviceInfo,
+    arenas: &[usize],
+    stride: usize,
+) -> Option<BuildError> {
+    let longest = arenas.iter().copied().max().unwrap_or(0);
+    let mut problems = Vec::new();
+    if longest as u64 > info.max_mr_size {
+        let problem = format!(
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
+        );
+        problems.push(Problem::ArenaSize { asked: longest, problem });
+    }
+    problems.extend(preflight::device(info, arenas, stride, &limits::memlock()));
+    problem::all(problems)
 }
 
 /// The most that is believed to be meant: half of what 47 bits of user addresses hold.
@@ -421,11 +592,24 @@ const MAX: usize = 1 << 46;
 /// The most arenas that are believed to be meant; each costs two entries in a list here.
 const MAX_ARENAS: usize = 1 << 20;
 
+/// How many devices one pool can be on.
+pub(crate) const MOST_DEVICES: usize = 16;
+
+/// The most address space of a pool that grows: pages are numbered in 31 bits.
+const MOST_RESERVED: usize = 1 << 42;
+
+/// Bytes: of what is there at first, of what may come on top, and of a page.
+#[derive(Clone, Copy)]
+struct Sizes {
+    capacity: usize,
+    more: usize,
+    page: usize,
+}
+
 /// Decides the power of two that arenas are apart, and so their length.
 fn arena_stride(
     asked: Option<usize>,
-    capacity: usize,
-    page: usize,
+    Sizes { capacity, more, page }: Sizes,
     info: &DeviceInfo,
 ) -> Result<usize, Problem> {
     let max = usize::try_from(info.max_mr_size).unwrap_or(usize::MAX);
@@ -468,8 +652,8 @@ fn arena_stride(
             Bytes(info.max_mr_size)
         ));
     }
-    // A larger stride than the capacity would only waste address space.
-    Ok(asked.min(whole).max(page))
+    // A larger stride than there are bytes would only waste address space.
+    Ok(asked.min(whole.max(more.checked_next_power_of_two().unwrap_or(MAX))).max(page))
 }
 
 /// The error to give if pinning `bytes` more exceeds the limit; `None` when the numbers permit it.
@@ -490,8 +674,9 @@ pub(crate) fn memlock_refusal(
 /// One access class as it is to be built; immutable.
 pub(crate) struct Plan {
     pub(crate) name: String,
-    pub(crate) device: Device,
-    pub(crate) info: DeviceInfo,
+    /// At least one; and what each is.
+    pub(crate) devices: Vec<Device>,
+    pub(crate) infos: Vec<DeviceInfo>,
     pub(crate) access: Access,
     /// Bytes, whole pages.
     pub(crate) capacity: usize,
@@ -505,11 +690,51 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    pub(crate) memory: Memory,
+    /// Where each arena lies and what it is made of, if others decided that; else empty.
+    pub(crate) fixed: Vec<Fixed>,
+    pub(crate) growth: Growth,
     /// What no share has reserved.
     pub(crate) ranges: Vec<Range>,
     pub(crate) shares: Vec<SharePlan>,
     /// Asked before each step of mapping.
     pub(crate) mapping: StepHook,
+}
+
+impl Plan {
+    /// How many arenas there can be at a time.
+    pub(crate) fn slots(&self) -> usize {
+        let fixed = self.fixed.iter().map(|f| f.slot + 1).max();
+        fixed.unwrap_or(self.arenas.len() + self.growth.more.len())
+    }
+
+    /// The slot of one of the arenas that the pool begins with.
+    pub(crate) fn slot_of(&self, arena: usize) -> usize {
+        self.fixed.get(arena).map_or(arena, |f| f.slot)
+    }
+
+    /// Bytes of the arena of a slot.
+    pub(crate) fn len_of(&self, slot: usize) -> usize {
+        if !self.fixed.is_empty() {
+            let arena = self.fixed.iter().position(|f| f.slot == slot);
+            return arena.and_then(|i| self.arenas.get(i)).copied().unwrap_or(0);
+        }
+        let more = || self.growth.more.get(slot - self.arenas.len());
+        self.arenas.get(slot).or_else(more).copied().unwrap_or(0)
+    }
+
+    /// The optional rights to ask for where an arena is on such pages.
+    pub(crate) fn optional(&self, page_size: usize) -> Access {
+        let mut optional = self.start.optional;
+        if page_size <= mmap::base_page() {
+            optional.remove(Access::HUGETLB);
+        }
+        optional
+    }
+
+    pub(crate) fn max_capacity(&self) -> usize {
+        self.capacity + self.growth.more.iter().sum::<usize>()
+    }
 }
 
 #[cfg(test)]
@@ -524,7 +749,8 @@ mod tests {
 
     #[test]
     fn default_arenas_are_few_and_fit_the_device() {
-        let stride = |cap, max| arena_stride(None, cap, 4096, &info(max)).expect("stride");
+        let sizes = |capacity| Sizes { capacity, more: 0, page: 4096 };
+        let stride = |cap, max| arena_stride(None, sizes(cap), &info(max)).expect("stride");
         assert_eq!(stride(6 << 20, u64::MAX), 8 << 20);
         assert_eq!(stride(1 << 30, u64::MAX), 1 << 30);
         assert_eq!(stride(4 << 30, u64::MAX), 1 << 30);
@@ -534,9 +760,37 @@ mod tests {
     }
 
     #[test]
+    fn what_the_maximum_lacks_is_a_note() {
+        let asked = |capacity, max_capacity| Asked {
+            access: Access::LOCAL_WRITE,
+            capacity,
+            max_capacity,
+            arena_size: None,
+            pages: Pages::Base,
+            numa: Numa::Any,
+        };
+        let mut facts = Facts::gather();
+        (facts.memory.total, facts.memory.available) = (Some(1 << 30), Some(1 << 29));
+        facts.cgroups.clear();
+        let infos = [info(u64::MAX)];
+        let examine = |a: Asked| a.examine(&infos, &facts).expect("it makes sense");
+        let (layout, found) = examine(asked(100 << 20, Some(1 << 32)));
+        assert!(found.problems.is_empty(), "{found:?}");
+        assert!(matches!(found.notes[..], [Problem::Memory { asked, .. }] if asked == 1 << 32));
+        assert_eq!((layout.stride, layout.arenas), (128 << 20, vec![100 << 20]));
+        assert_eq!(layout.more.iter().sum::<usize>(), (1 << 32) - (100 << 20));
+        assert!(layout.more[..31].iter().all(|&len| len == 128 << 20));
+        let (layout, found) = examine(asked(100 << 20, None));
+        assert!(found.notes.is_empty() && layout.more.is_empty());
+        let (_, found) = examine(asked(1 << 32, Some(1 << 33)));
+        assert_eq!((found.problems.len(), found.notes.len()), (1, 0), "said once");
+    }
+
+    #[test]
     fn an_arena_below_a_page_is_answered_with_the_pages_to_ask_for() {
+        let sizes = |page| Sizes { capacity: 64 << 20, more: 0, page };
         let refusal = |asked, page| {
-            let e = arena_stride(Some(asked), 64 << 20, page, &info(u64::MAX)).expect_err("small");
+            let e = arena_stride(Some(asked), sizes(page), &info(u64::MAX)).expect_err("small");
             e.to_string()
         };
         let base = mmap::base_page();
@@ -551,7 +805,7 @@ mod tests {
         assert!(!refusal(base / 2, base).contains("Pages::Base"), "that would not help");
         let text = refusal(1 << 50, base);
         assert!(text.contains("the most is 64 TiB"), "{text}");
-        let e = arena_stride(Some(8 << 20), 64 << 20, base, &info(4 << 20)).expect_err("large");
+        let e = arena_stride(Some(8 << 20), sizes(base), &info(4 << 20)).expect_err("large");
         assert!(e.to_string().contains("(max_mr_size 4 MiB)"), "{e}");
     }
 
@@ -565,22 +819,31 @@ mod tests {
         let class = |access| Asked {
             access,
             capacity: 5 << 20,
+            max_capacity: None,
             arena_size: None,
             pages: Pages::Base,
             numa: Numa::Any,
         };
         let two = [class(Access::LOCAL_WRITE), class(Access::REMOTE_READ)];
-        let (_, one) = two[0].examine(&info, &facts).expect("laid out");
+        let infos = [info];
+        let (_, one) = two[0].examine(&infos, &facts).expect("laid out");
         assert_eq!(one.problems, [], "one fits");
-        let (layouts, both) = Asked::examine_all(&two, &info, &facts).expect("laid out");
+        let pages = Pages::Base.candidates();
+        let (layouts, both) = Asked::examine_all(&two, &infos, &facts, pages).expect("laid out");
         assert_eq!(layouts.len(), 2);
         let [Problem::Memlock { asked, .. }] = both.problems[..] else { panic!("{both:?}") };
+        assert_eq!(asked, 10 << 20);
+        // As when the first lies in memory that is there already.
+        let (own, other) = (one.clone(), one);
+        let all = other.with(own, &infos, &[5 << 20, 5 << 20], 8 << 20, &facts);
+        let [Problem::Memlock { asked, .. }] = all.problems[..] else { panic!("{all:?}") };
         assert_eq!(asked, 10 << 20);
     }
 
     #[test]
     fn asked_arenas_are_refused_not_cut() {
-        let stride = |asked| arena_stride(Some(asked), 64 << 20, 4096, &info(4 << 20));
+        let sizes = Sizes { capacity: 64 << 20, more: 0, page: 4096 };
+        let stride = |asked| arena_stride(Some(asked), sizes, &info(4 << 20));
         assert_eq!(stride(4 << 20).expect("fits"), 4 << 20);
         for bad in [0, 2048, 3 << 20, 8 << 20] {
             assert!(matches!(stride(bad), Err(Problem::ArenaSize { .. })), "{bad}");

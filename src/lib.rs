@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "nightly", feature(allocator_api))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -38,6 +39,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -46,6 +48,8 @@ mod error;
 mod problem;
 #[cfg(not(loom))]
 pub mod reach;
+#[cfg(not(loom))]
+mod reentry;
 #[cfg(not(loom))]
 mod size_class;
 mod sync;
@@ -65,6 +69,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -90,34 +95,61 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod shared;
 
-// Layer 6: what looks a machine over.
+// Layer 6: the faces, what looks a machine over, and rights over single buffers.
+#[cfg(not(loom))]
+mod adapters;
 #[cfg(not(loom))]
 mod doctor;
+#[cfg(not(loom))]
+pub mod lease;
 
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
+// Without the feature it probes devices for what their windows hold, and no more.
+#[cfg(all(
+    not(loom),
+    not(feature = "loopback"),
+    any(feature = "rdma-sys", feature = "rdma-mummy-sys")
+))]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod loopback;
 
+#[cfg(not(loom))]
+pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "codec"))]
+pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "global"))]
+pub use crate::adapters::{AttachError, PinnedAlloc};
+#[cfg(all(not(loom), feature = "bytemuck"))]
+pub use crate::adapters::{PodError, Typed};
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Reserve, Stage},
-    device::Device,
+    config::{
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
+        Progress, Reserve, Stage,
+    },
+    device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, LookupError,
-        RegisterError,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, ExportError, FreeError, LookupError, RegisterError, UnknownDevice,
     },
+    lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::{Class, Pool, Share},
+    pool::{Class, DeviceChange, Pool, Share},
     problem::Problem,
+    shared::SharedArenas,
     stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
 };
 

@@ -5,8 +5,16 @@ mod alloc;
 mod books;
 mod class;
 mod core;
+mod export;
 mod family;
 mod free;
+mod grow;
+mod rails;
+#[cfg_attr(
+    not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
+    allow(dead_code)
+)]
+mod raw;
 mod reference;
 mod share;
 mod teardown;
@@ -19,7 +27,7 @@ use std::{
 };
 
 use self::family::{Closed, Heaps};
-pub use self::{class::Class, share::Share};
+pub use self::{class::Class, rails::DeviceChange, share::Share};
 pub(crate) use self::{core::Core, family::Family, reference::PoolRef};
 use crate::{
     access::{Access, Keys},
@@ -77,7 +85,7 @@ impl<R> fmt::Debug for Pool<R> {
         f.debug_struct("Pool")
             .field("capacity", &self.capacity())
             .field("access", &self.access())
-            .field("arenas", &self.arenas().len())
+            .field("max_capacity", &self.core().grower.max_capacity)
             .finish_non_exhaustive()
     }
 }
@@ -89,9 +97,9 @@ impl Pool {
     }
 }
 
-impl Pool {
+impl<R: Reach> Pool<R> {
     pub(crate) fn from_plans(plans: Vec<Plan>) -> Result<Self, BuildError> {
-        let core = Family::build(plans)?;
+        let core = Family::build(plans, !R::ONE_DEVICE)?;
         // SAFETY: built just now, with this handle counted.
         let slot_offset = unsafe { core.as_ref() }.slot_offset;
         Ok(Self { inner: PoolRef { core, slot_offset }, _reach: PhantomData })
@@ -100,7 +108,7 @@ impl Pool {
 
 impl<R> Pool<R> {
     #[inline(always)]
-    fn core(&self) -> &Core {
+    pub(crate) fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
         unsafe { self.inner.core.as_ref() }
     }
@@ -230,15 +238,14 @@ impl<R> Pool<R> {
         }
     }
 
-    /// The arenas of all classes: where each is, what it is made of, its keys, and how long it took to bring
-    /// up.
-    pub fn arenas(&self) -> &[ArenaInfo] {
-        self.core().family.infos()
-    }
-
-    /// Bytes of all arenas, of all classes.
+    /// Bytes of all arenas, of all classes, that there are now.
     pub fn capacity(&self) -> usize {
         self.heaps().iter().map(|core| core.slabs.capacity()).sum()
+    }
+
+    /// Bytes that the pool may grow to.
+    pub fn max_capacity(&self) -> usize {
+        self.heaps().iter().map(|core| core.grower.max_capacity).sum()
     }
 
     /// The longest buffer that [`alloc`](Pool::alloc) can ever give: one arena, or what shares leave of it.
@@ -286,6 +293,14 @@ impl<R> Pool<R> {
         }
     }
 
+    /// Does what the pool's own thread does when it is woken at that time, counted from the pool's birth: growing
+    /// and shrinking as needed, and device changes. Says after how long it would be woken next, if by nothing
+    /// else. For tests, with [`Builder::growth_by_hand`].
+    #[cfg(feature = "fault")]
+    pub fn tick(&self, now: std::time::Duration) -> Option<std::time::Duration> {
+        self.core().tick(now)
+    }
+
     /// Walks all tables and panics on the first contradiction. For tests; takes every lock.
     #[cfg(any(test, feature = "fault"))]
     pub fn check(&self) {
@@ -317,6 +332,12 @@ impl<R: Reach> Pool<R> {
 }
 
 impl<R: OneDevice> Pool<R> {
+    /// The arenas of all classes that there are now, class by class and by address: where each is, what it is
+    /// made of, its keys, and how long it took to bring up.
+    pub fn arenas(&self) -> Vec<ArenaInfo> {
+        self.heaps().classes().flat_map(|(class, _)| class.infos()).collect()
+    }
+
     /// The keys of the region that holds `ptr`; `None` if it does not point into this pool's arenas, of
     /// whichever class. Any pointer may be asked for, and none is followed. Takes no lock.
     #[inline]

@@ -1,6 +1,8 @@
 //! The books: what of a pool is where. Counted on the slow path and by reading other threads' cursors;
 //! the fast path counts nothing.
 
+use std::time::Duration;
+
 use crate::{
     access::Access,
     size_class::{self, CLASSES},
@@ -16,6 +18,8 @@ use crate::{
 pub struct Stats {
     /// Bytes of all arenas.
     pub capacity: usize,
+    /// Bytes that the pool may grow to.
+    pub max_capacity: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
     /// Bytes of free blocks in threads' magazines and in the depot.
@@ -32,6 +36,14 @@ pub struct Stats {
     pub arenas: usize,
     /// How many register calls the pool has made.
     pub register_calls: u64,
+    /// How often the pool has grown by an arena, and given one back.
+    pub growths: u64,
+    /// See [`growths`](Stats::growths).
+    pub shrinks: u64,
+    /// How often an arena that was to come did not.
+    pub growth_failures: u64,
+    /// What bringing arenas up took in all since the pool was built, failed ones included.
+    pub growth_time: Duration,
     /// Bytes that RDMA has pinned for the whole process (`VmPin`), as of this call; `capacity` is this
     /// pool's part of it on a verbs device.
     ///
@@ -132,14 +144,11 @@ pub struct ClassStats {
 
 impl Stats {
     /// Sums up. `cached` gives, by class, the blocks in magazines and depot.
-    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize], capacity: usize) -> Self {
+    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize]) -> Self {
         let mut s = Self {
-            capacity,
-            live: 0,
-            cached: 0,
-            free: 0,
+            capacity: counts.capacity,
+            max_capacity: counts.capacity,
             unused: counts.free_runs,
-            live_buffers: 0,
             largest_free: counts.largest_run,
             table_bytes: counts.table_bytes,
             ..Self::default()
@@ -196,6 +205,11 @@ impl Stats {
         self.arenas += other.arenas;
         self.register_calls += other.register_calls;
         self.table_bytes += other.table_bytes;
+        self.max_capacity += other.max_capacity;
+        self.growths += other.growths;
+        self.shrinks += other.shrinks;
+        self.growth_failures += other.growth_failures;
+        self.growth_time += other.growth_time;
         for c in &other.classes {
             match self.classes.iter_mut().find(|own| own.block == c.block) {
                 Some(own) => {

@@ -29,7 +29,7 @@ use pinpool::{
     Access, AllocError, Batch, Buf, BuildError, Class, CloseError, Device, FreeError, LookupError,
     Pool, Reserve, Share,
     device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep},
-    reach::{Any, Local, Remote},
+    reach::{Any, Local, Rails, Remote},
 };
 
 const MIB: usize = 1 << 20;
@@ -95,7 +95,7 @@ fn each_class_has_arenas_of_its_own_with_exactly_its_rights() {
             std::iter::from_fn(|| pool.alloc_in(&class, 5000).ok()).take(10_000).collect();
         for buf in &bufs {
             let addr = buf.as_ptr() as usize;
-            let arena = class.arenas().iter().find(|a| {
+            let arena = class.arenas().into_iter().find(|a| {
                 (a.addr.as_ptr() as usize..a.addr.as_ptr() as usize + a.len).contains(&addr)
             });
             assert_eq!(buf.keys(), arena.expect("inside its class").keys);
@@ -428,7 +428,7 @@ fn a_share_larger_than_an_arena_lies_in_several() {
     assert_eq!(taken.len() * 4096, 4 * MIB - 40 * (64 << 10));
     let bufs: Vec<_> = (0..40).map(|_| big.alloc(64 << 10).unwrap()).collect();
     for b in &bufs {
-        let arena = pool.arenas().iter().find(|a| pool.keys_of(b.as_ptr()) == Some(a.keys));
+        let arena = pool.arenas().into_iter().find(|a| pool.keys_of(b.as_ptr()) == Some(a.keys));
         assert_eq!(b.keys(), arena.unwrap().keys, "inside one region (P3)");
     }
     assert_eq!(pool.arenas().len(), 4, "a share has no region of its own");
@@ -919,4 +919,130 @@ fn a_thread_that_ends_gives_back_to_each_heap() {
     assert_eq!(s.shares[0].reserve.largest_free, 256 << 10);
     assert_eq!(s.access_classes[1].unreserved.largest_free, MIB);
     pool.check();
+}
+
+#[test]
+fn a_pool_that_grows_keeps_its_shares_and_serves_all_from_what_comes() {
+    let pool = soft(MIB)
+        .max_capacity(3 * MIB)
+        .arena_size(MIB)
+        .low_watermark(0)
+        .growth_by_hand()
+        .class("b", SHARED, MIB)
+        .share("own", Reserve::buffers(64, 4096))
+        .build()
+        .unwrap();
+    let own = pool.share("own").unwrap();
+    assert_eq!((pool.capacity(), pool.max_capacity()), (2 * MIB, 4 * MIB));
+    let first: Vec<_> = std::iter::from_fn(|| pool.alloc(4096).ok()).collect();
+    assert_eq!(first.len(), 192);
+    let e = exhausted(pool.alloc(4096));
+    assert_eq!(
+        (e.capacity, e.reserved, e.max_capacity),
+        (768 << 10, 256 << 10, 3 * MIB - (256 << 10))
+    );
+    let reserve: Vec<_> = (0..64).map(|_| own.alloc(4096).unwrap()).collect();
+    // A share that is refused asks for more, as everybody does.
+    let e = exhausted(own.alloc(4096));
+    assert!(e.to_string().contains("may grow"), "{e}");
+    pool.tick(std::time::Duration::from_secs(1));
+    assert_eq!((pool.capacity(), pool.stats().growths), (3 * MIB, 1));
+    let more: Vec<_> = (0..256).map(|_| own.alloc(4096).unwrap()).collect();
+    exhausted(own.alloc(4096));
+    exhausted(pool.alloc(4096));
+    assert_eq!(pool.stats().shares[0].reserve.live_buffers, 64);
+    drop(reserve);
+    exhausted(pool.alloc(4096));
+    drop((own.alloc(4096).unwrap(), more, first));
+    pool.check();
+    let stats = pool.stats();
+    assert_eq!((stats.live, stats.access_classes[0].all.capacity), (0, 2 * MIB));
+}
+
+#[test]
+fn several_devices_have_all_classes_and_shares() {
+    let registrars: Vec<_> = (0..3).map(|_| FaultyRegistrar::new(&Device::soft())).collect();
+    let devices: Vec<_> = registrars.iter().map(|r| Device::custom(r.clone())).collect();
+    let [a, b, c] = &devices[..] else { unreachable!() };
+    let pool = soft(MIB)
+        .access(Access::LOCAL_WRITE)
+        .devices([a.clone(), b.clone()])
+        .class("shared", SHARED, MIB)
+        .share("own", Reserve::buffers(2, 4096))
+        .share_in("shared", "theirs", Reserve::buffers(2, 4096))
+        .build()
+        .unwrap();
+    let shared: Class<Rails> = pool.class("shared").unwrap();
+    let bufs = [
+        pool.alloc(4096).unwrap(),
+        pool.share("own").unwrap().alloc(4096).unwrap(),
+        pool.alloc_in(&shared, 4096).unwrap(),
+        shared.share("theirs").unwrap().alloc(4096).unwrap(),
+    ];
+    let check = |device: &Device, there: bool| {
+        for (i, buf) in bufs.iter().enumerate() {
+            let keys = buf.keys_on(device);
+            assert_eq!(keys.is_ok(), there, "buffer {i}");
+            let Ok(keys) = keys else { continue };
+            assert_eq!(pool.keys_of_on(buf.as_ptr(), device).unwrap(), Some(keys));
+            assert_eq!(keys.rkey.is_some(), i >= 2);
+            let addr = buf.as_ptr() as usize;
+            let arenas = pool.arenas_on(device).unwrap();
+            let of = |a: &&pinpool::ArenaInfo| {
+                (a.addr.as_ptr() as usize..a.addr.as_ptr() as usize + a.len).contains(&addr)
+            };
+            assert_eq!(arenas.iter().find(of).unwrap().keys, keys);
+        }
+    };
+    check(a, true);
+    check(b, true);
+    check(c, false);
+    assert_eq!(registrars.iter().map(FaultyRegistrar::live).collect::<Vec<_>>(), [2, 2, 0]);
+    // From a handle of any class a device comes and goes with all of them.
+    shared.pool().add_device(c).wait().unwrap();
+    check(c, true);
+    assert_eq!(registrars[2].live(), 2);
+    pool.remove_device(a).wait().unwrap();
+    check(a, false);
+    check(c, true);
+    assert_eq!(registrars[0].live(), 0);
+    // One that refuses the second class's arena has none of them.
+    let odd = FaultyRegistrar::new(&Device::soft()).fault(Fault::Register(2, 12));
+    let device = Device::custom(odd.clone());
+    pool.add_device(&device).wait().unwrap_err();
+    check(&device, false);
+    assert_eq!((odd.register_calls(), odd.live()), (2, 0));
+    drop((pool, shared));
+    check_live(&registrars[1..], 2);
+    drop(bufs);
+    check_live(&registrars[1..], 0);
+}
+
+#[track_caller]
+fn check_live(registrars: &[FaultyRegistrar], regions: u64) {
+    assert!(registrars.iter().all(|r| r.live() == regions));
+}
+
+#[test]
+fn adopted_memory_is_one_class_and_others_are_mapped_beside_it() {
+    let mut memory = memmap2::MmapMut::map_anon(MIB).unwrap();
+    let range = memory.as_ptr_range();
+    // SAFETY: the mapping is used by the pool alone until it is closed below.
+    let builder = unsafe { Pool::builder().adopt(memory.as_mut_ptr(), memory.len()) };
+    let pool = builder
+        .device(Device::soft())
+        .pages(pinpool::Pages::Base)
+        .class("b", SHARED, MIB)
+        .share("own", 64 << 10)
+        .build()
+        .unwrap();
+    let own = pool.share("own").unwrap().alloc(64 << 10).unwrap();
+    assert!(range.contains(&own.as_ptr()));
+    assert!(range.contains(&pool.alloc(4096).unwrap().as_ptr()));
+    let beside = pool.class::<Remote>("b").unwrap().alloc(4096).unwrap();
+    assert!(!range.contains(&beside.as_ptr()));
+    pool.check();
+    drop((own, beside));
+    pool.close().unwrap();
+    memory[..3].copy_from_slice(b"yes");
 }

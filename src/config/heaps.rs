@@ -5,6 +5,7 @@ use super::{Asked, Builder, DEFAULT_CLASS};
 use crate::{
     access::Access,
     error::BuildError,
+    reach::Reach,
     size_class::{self, MAX_BLOCK, MAX_SLAB_BLOCK, PAGE},
 };
 
@@ -51,6 +52,13 @@ pub(super) struct Wishes {
 /// A piece of a class's address range: offset and length in bytes.
 pub(crate) type Range = (usize, usize);
 
+/// How a class is divided.
+pub(super) struct Parts {
+    pub(super) shares: Vec<SharePlan>,
+    /// What no share has reserved.
+    pub(super) ranges: Vec<Range>,
+}
+
 /// A share as it will be.
 #[derive(Debug)]
 pub(crate) struct SharePlan {
@@ -59,9 +67,9 @@ pub(crate) struct SharePlan {
     pub(crate) ranges: Vec<Range>,
 }
 
-impl Builder {
+impl<R: Reach> Builder<R> {
     /// Adds an access class: arenas of its own, under the same device and PD, registered with exactly
-    /// these rights. Pages, arena size and all else are as for the pool.
+    /// these rights. Pages, arena size, backing and devices are as for the pool; it does not grow.
     ///
     /// The pool has one class from the start, named `"default"`, which [`access`](Builder::access) and
     /// [`capacity`](Builder::capacity) describe. Allocate from others by a handle,
@@ -129,6 +137,14 @@ impl Builder {
 }
 
 impl Wishes {
+    pub(super) fn has_classes(&self) -> bool {
+        !self.classes.is_empty()
+    }
+
+    pub(super) fn has_shares(&self) -> bool {
+        !self.shares.is_empty()
+    }
+
     /// Names and rights and sizes of all classes, the default one first.
     pub(super) fn classes(&self, default: Asked) -> Result<Vec<(String, Asked)>, BuildError> {
         let mut all: Vec<(String, Asked)> = vec![(DEFAULT_CLASS.to_owned(), default)];
@@ -146,7 +162,8 @@ impl Wishes {
             if *capacity == 0 {
                 return bad("its capacity is 0: a class needs at least one page of memory");
             }
-            all.push((name.clone(), Asked { access: *access, capacity: *capacity, ..default }));
+            let (access, capacity) = (*access, *capacity);
+            all.push((name.clone(), Asked { access, capacity, max_capacity: None, ..default }));
         }
         for (i, (class, name, _)) in self.shares.iter().enumerate() {
             let bad = |problem| Err(share_error(class, name, 0, 0, problem));
@@ -163,14 +180,15 @@ impl Wishes {
         Ok(all)
     }
 
-    /// Cuts the shares of a class off its arenas, which lie `stride` apart. Gives them, and what is left.
+    /// Cuts the shares of a class off its arenas, each of which is at `place` of its number. Gives them, and
+    /// what is left.
     pub(super) fn lay_out(
         &self,
         class: &str,
-        stride: usize,
+        place: impl Fn(usize) -> usize,
         arenas: &[usize],
         pad: usize,
-    ) -> Result<(Vec<SharePlan>, Vec<Range>), BuildError> {
+    ) -> Result<Parts, BuildError> {
         // Bytes left at the start of each arena: shares are cut off ends.
         let mut left = arenas.to_vec();
         let mut plans = Vec::new();
@@ -191,15 +209,16 @@ impl Wishes {
                 return Err(refuse("the class has no more to reserve"));
             }
             let ranges = cut
-                .from(stride, &mut left)
+                .from(&place, &mut left)
                 .ok_or_else(|| refuse("its buffers do not fit into what the arenas have left"))?;
             plans.push(SharePlan { name: name.to_owned(), ranges });
         }
         // In the order that they were asked for.
-        let place = |name: &str| self.shares.iter().position(|(_, n, _)| n == name);
-        plans.sort_by_key(|p| place(&p.name));
+        let rank = |name: &str| self.shares.iter().position(|(_, n, _)| n == name);
+        plans.sort_by_key(|p| rank(&p.name));
         let rest = left.iter().enumerate().filter(|&(_, &len)| len > 0);
-        Ok((plans, rest.map(|(i, &len)| (i * stride, len)).collect()))
+        let ranges = rest.map(|(i, &len)| (place(i), len)).collect();
+        Ok(Parts { shares: plans, ranges })
     }
 }
 
@@ -253,11 +272,11 @@ impl Cut {
 
     /// Out of the end of one arena if one has the room, the last such; else out of several. `None` when
     /// units would be torn.
-    fn from(self, stride: usize, left: &mut [usize]) -> Option<Vec<Range>> {
+    fn from(self, place: impl Fn(usize) -> usize, left: &mut [usize]) -> Option<Vec<Range>> {
         if let Some((i, left)) = left.iter_mut().enumerate().rev().find(|(_, l)| **l >= self.bytes)
         {
             *left -= self.bytes;
-            return Some(vec![(i * stride + *left, self.bytes)]);
+            return Some(vec![(place(i) + *left, self.bytes)]);
         }
         let mut ranges = Vec::new();
         let mut wanted = self.bytes;
@@ -266,10 +285,10 @@ impl Cut {
             if piece > 0 {
                 *left -= piece;
                 wanted -= piece;
-                ranges.push((i * stride + *left, piece));
+                ranges.push((place(i) + *left, piece));
             }
         }
-        ranges.reverse();
+        ranges.sort_unstable();
         (wanted == 0).then_some(ranges)
     }
 }
@@ -282,7 +301,7 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     fn cut(reserve: Reserve, left: &mut [usize]) -> Option<Vec<Range>> {
-        Cut::of(reserve, 0).expect("something").from(4 * MIB, left)
+        Cut::of(reserve, 0).expect("something").from(|i| i * 4 * MIB, left)
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Builder;
-use crate::{access::Access, error::BuildError};
+use crate::{access::Access, error::BuildError, reach::Reach};
 
 /// The NUMA node that the pages of a pool come from, whichever thread faults them in.
 ///
@@ -90,7 +90,7 @@ const MOST_THREADS: usize = 16;
 /// Bytes that are worth a thread.
 const PER_THREAD: usize = 64 << 20;
 
-impl Builder {
+impl<R: Reach> Builder<R> {
     /// Sets the NUMA node of all arenas; [`Numa::OfDevice`] unless set.
     pub fn numa(mut self, numa: Numa) -> Self {
         self.start.numa = numa;
@@ -125,8 +125,13 @@ impl Builder {
 }
 
 impl Wishes {
+    /// Whether pages are to lie on nodes of the user's choice.
+    pub(super) fn place(&self) -> bool {
+        matches!(self.numa, Numa::Node(_) | Numa::Interleave)
+    }
+
     /// Checks what can be checked before the first page is mapped.
-    pub(super) fn plan(self, placement: Placement, capacity: usize) -> Result<Start, BuildError> {
+    pub(super) fn plan(self, capacity: usize) -> Result<Start, BuildError> {
         if !(Access::RELAXED_ORDERING | Access::HUGETLB).contains(self.optional) {
             return Err(BuildError::Access {
                 access: self.optional,
@@ -138,7 +143,7 @@ impl Wishes {
             .threads
             .unwrap_or_else(|| processors().min(MOST_THREADS).min(capacity.div_ceil(PER_THREAD)));
         Ok(Start {
-            placement,
+            placement: Placement::Anywhere,
             optional: self.optional,
             threads: threads.clamp(1, 1024),
             progress: self.progress.map(|hook| Arc::new(Mutex::new(hook))),
@@ -150,7 +155,13 @@ impl Wishes {
 
 impl Start {
     /// For a class that asks for these rights in any case, after classes of `bytes_before`.
-    pub(super) fn for_class(&self, required: Access, bytes_before: usize) -> Self {
-        Self { optional: self.optional.difference(required), bytes_before, ..self.clone() }
+    pub(super) fn for_class(
+        &self,
+        required: Access,
+        placement: Placement,
+        bytes_before: usize,
+    ) -> Self {
+        let optional = self.optional.difference(required);
+        Self { optional, placement, bytes_before, ..self.clone() }
     }
 }

@@ -78,8 +78,11 @@ impl Core {
             let this = limits::process_id();
             return AllocError::ForeignProcess { owner: self.process, this };
         }
-        self.out_of_range(len, align)
-            .unwrap_or_else(|| self.exhausted(len, self.class_for(len, align)))
+        if let Some(never) = self.out_of_range(len, align) {
+            return never;
+        }
+        self.class().unwrap_or(self).grower.refused(len);
+        self.exhausted(len, self.class_for(len, align))
     }
 
     /// The longest buffer: a share's may come from beyond its reserve.
@@ -235,6 +238,7 @@ impl Core {
             block,
             capacity: stats.capacity,
             reserved,
+            max_capacity: stats.max_capacity - reserved,
             live: stats.live,
             live_buffers: stats.live_buffers,
             not_live: stats.capacity - stats.live,

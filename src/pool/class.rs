@@ -10,7 +10,7 @@ use crate::{
     buf::Buf,
     error::{AllocError, LookupError},
     local::LocalPool,
-    reach::{Any, OneDevice, Reach},
+    reach::{Any, OneDevice, Rails, Reach},
 };
 
 /// An access class of a pool, to allocate from: [`Pool::alloc_in`], or the methods here. Clones are handles
@@ -94,11 +94,6 @@ impl<R> Class<R> {
         self.heap.access()
     }
 
-    /// Its arenas.
-    pub fn arenas(&self) -> &[ArenaInfo] {
-        &self.heap.core().infos
-    }
-
     /// Bytes of its arenas, shares included.
     pub fn capacity(&self) -> usize {
         let core = self.heap.core();
@@ -114,6 +109,13 @@ impl<R: Reach> Class<R> {
     pub fn share(&self, name: &str) -> Result<Share<R>, LookupError> {
         let own = self.heap.core();
         self.heap.find_share(name, |class| std::ptr::eq(class, own))
+    }
+}
+
+impl<R: OneDevice> Class<R> {
+    /// Its arenas that there are now, by address.
+    pub fn arenas(&self) -> Vec<ArenaInfo> {
+        self.heap.core().infos()
     }
 }
 
@@ -164,6 +166,32 @@ impl<R: OneDevice> Pool<R> {
     /// [`LookupError`]: no such class, with the names there are; or one that has a remote right where
     /// [`Local`](crate::reach::Local) is asked for, or none where [`Remote`](crate::reach::Remote) is.
     pub fn class<C: OneDevice>(&self, name: &str) -> Result<Class<C>, LookupError> {
+        self.find_class(name)
+    }
+}
+
+impl Pool<Rails> {
+    /// An access class by its name; the one that `access` and `capacity` of the builder described is
+    /// `"default"`.
+    ///
+    /// # Errors
+    /// [`LookupError::NoClass`], with the names there are.
+    pub fn class(&self, name: &str) -> Result<Class<Rails>, LookupError> {
+        self.find_class(name)
+    }
+}
+
+impl<R: Reach> Pool<R> {
+    /// A share by its name, of whichever access class.
+    ///
+    /// # Errors
+    /// [`LookupError`]: no such share, with the names there are; or one of an access class that this
+    /// handle's `R` rules out.
+    pub fn share(&self, name: &str) -> Result<Share<R>, LookupError> {
+        self.find_share(name, |_| true)
+    }
+
+    fn find_class<C: Reach>(&self, name: &str) -> Result<Class<C>, LookupError> {
         let classes = || self.heaps().classes().map(|(class, _)| class);
         let core =
             classes().find(|core| core.name == name).ok_or_else(|| LookupError::NoClass {
@@ -175,17 +203,6 @@ impl<R: OneDevice> Pool<R> {
         Ok(Class { heap: self.handle(core.reference()), root })
     }
 
-    /// A share by its name, of whichever access class.
-    ///
-    /// # Errors
-    /// [`LookupError`]: no such share, with the names there are; or one of an access class that this
-    /// handle's `R` rules out.
-    pub fn share(&self, name: &str) -> Result<Share<R>, LookupError> {
-        self.find_share(name, |_| true)
-    }
-}
-
-impl<R: Reach> Pool<R> {
     /// A share of one of some classes.
     fn find_share(&self, name: &str, of: impl Fn(&Core) -> bool) -> Result<Share<R>, LookupError> {
         let shares = || {

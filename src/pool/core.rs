@@ -17,17 +17,18 @@ use std::{
     },
 };
 
-use parking_lot::Mutex;
-
-use super::{Family, PoolRef, share::Beyond};
+use super::{Family, PoolRef, grow::Grower, rails::Shown, share::Beyond};
 use crate::{
-    access::{Access, Keys},
+    access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas},
-    config::{Plan, Range, SharePlan},
+    bell::Bell,
+    config::{Plan, Range},
     depot::{Depot, Limits},
     error::BuildError,
     magazine::Local,
     page_map::PageMap,
+    published::RailTable,
+    reentry::{self, Mutex, MutexGuard},
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
@@ -38,18 +39,22 @@ use crate::{
 /// What the handles, the buffers and the threads of one heap share.
 ///
 /// Lives while a handle or a buffer does. The first fields are all that the hot path reads; nothing
-/// writes to them after the pool was built.
+/// writes to them after the pool was built, but to `odd` when memory is short.
 ///
 /// Aligned so that they share no line with the reference count that slow paths write.
 #[repr(C, align(128))]
 pub(crate) struct Core {
     pub(crate) slot_offset: u32,
-    /// Applied to an address to get the one on the wire: all ones, or an arena's offset mask.
+    /// Subtracted from an address, before the mask, to get the one on the wire: 0, or where the arenas start.
+    pub(super) wire_base: u64,
+    /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
     pub(super) gated: bool,
     pub(super) access: Access,
+    /// Blocks out that are not of the class that their layout says; see `raw`.
+    pub(super) odd: AtomicUsize,
     /// To the core itself, for threads to keep.
     pub(super) own: Weak<Self>,
     pub(crate) id: u64,
@@ -71,10 +76,13 @@ pub(crate) struct Core {
     pub(super) undrained: AtomicUsize,
     /// A class's: bytes that its shares have.
     pub(super) reserved: usize,
-    /// A class's.
+    /// A class's, as all that follows. Held while arenas come up and go, for as long as that takes: never by alloc, free or the books.
     pub(super) arenas: Mutex<Option<Arenas>>,
-    pub(super) infos: Vec<ArenaInfo>,
-    pub(super) register_calls: u64,
+    /// What is told of them; a leaf, held for moments.
+    pub(super) shown: Mutex<Shown>,
+    /// Keys by device, if there is more than one to be asked for.
+    pub(super) rails: Option<RailTable>,
+    pub(super) grower: Grower,
     pub(super) slot: Slot,
 }
 
@@ -87,103 +95,131 @@ pub(super) struct Registry {
 struct Parts {
     name: String,
     access: Access,
+    wire_base: u64,
     wire_mask: u64,
     slabs: Slabs,
     beyond: Option<Beyond>,
     undrained: usize,
     reserved: usize,
-    arenas: Option<Arenas>,
+    rails: Option<RailTable>,
+    grower: Grower,
 }
 
 impl Core {
     /// Brings up a class's arenas, and makes the heap over what no share has reserved of them, and the
-    /// shares' after it. Dropping them undoes it all.
+    /// shares' after it. Dropping them undoes it all. `rails`: whether keys are asked for by device.
     pub(super) fn build(
         mut plan: Plan,
+        rails: bool,
         family: &Arc<Family>,
     ) -> Result<Vec<Arc<Self>>, BuildError> {
-        let arenas = Arenas::build(&mut plan)?;
-        let zero_based = plan.access.contains(Access::ZERO_BASED);
-        let wire_mask = if zero_based { plan.stride as u64 - 1 } else { u64::MAX };
-        let shares = std::mem::take(&mut plan.shares);
-        let slabs = |plan: &Plan, arenas: &Arenas, window, ranges: &[Range]| {
-            Self::slabs(arenas, window, ranges, plan)
-                .map_err(|source| BuildError::Reserve { len: plan.capacity / PAGE * 4, source })
+        let (access, stride, pad) = (plan.access, plan.stride, plan.pad);
+        let (shares, ranges) = (std::mem::take(&mut plan.shares), std::mem::take(&mut plan.ranges));
+        let name = std::mem::take(&mut plan.name);
+        let unreserved = ranges.iter().map(|&(_, len)| len);
+        let max_len = unreserved.chain(plan.growth.more.iter().copied()).max().unwrap_or(0);
+        let bell = Arc::new(Bell::new());
+        let grower = Grower::new(&plan, bell.clone());
+        let table = rails.then(|| RailTable::new(plan.slots()));
+        let mapping = plan.mapping.clone();
+        let arenas = Arenas::build(plan)?;
+        // Changed under locks later on, so made as they are then.
+        let _own = reentry::enter();
+        let base = arenas.base().as_ptr() as usize;
+        let zero_based = access.contains(Access::ZERO_BASED);
+        let wire_base = if zero_based { base as u64 } else { 0 };
+        let wire_mask = if zero_based { stride as u64 - 1 } else { u64::MAX };
+        let slabs = |(start, len): Range, ranges: &[Range], max_len, bell| {
+            let table = || mapping.before(MapStep::Table, 0, len, 0);
+            let map = || PageMap::new(base + start, len, stride.trailing_zeros());
+            let map = table().and_then(|()| map())?;
+            let ranges = ranges.iter().map(|&(offset, len)| (offset - start, len));
+            table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell))
+        };
+        let tables = |len: usize| {
+            move |source: io::Error| BuildError::Reserve { len: len / PAGE * 4, source }
         };
         // Tables first: once the arenas are in a core, an error is a matter of dropping that.
-        let own = slabs(&plan, &arenas, (0, arenas.reserved()), &plan.ranges)?;
+        let whole = arenas.reserved();
+        let own = slabs((0, whole), &ranges, max_len, bell).map_err(tables(whole))?;
         let mut parts = Vec::with_capacity(shares.len());
-        for SharePlan { name, ranges } in shares {
-            let window = Self::window(&ranges, plan.stride);
-            let slabs = slabs(&plan, &arenas, window, &ranges)?;
-            parts.push((name, ranges, slabs));
+        for share in shares {
+            let window = Self::window(&share.ranges, stride, whole);
+            let longest = share.ranges.iter().map(|&(_, len)| len).max().unwrap_or(0);
+            let slabs = slabs(window, &share.ranges, longest, Arc::new(Bell::new()))
+                .map_err(tables(window.1))?;
+            parts.push((share, window, slabs));
         }
-        let class = Parts {
-            name: plan.name,
-            access: plan.access,
-            wire_mask,
-            slabs: own,
-            beyond: None,
-            undrained: 1 + parts.len(),
-            reserved: parts.iter().map(|(.., slabs)| slabs.capacity()).sum(),
-            arenas: Some(arenas),
-        };
-        let mut cores = vec![Self::new(class, family)];
-        for (name, ranges, slabs) in parts {
-            let share = Parts {
+        let class = Self::new(
+            Parts {
                 name,
-                access: plan.access,
+                access,
+                wire_base,
+                wire_mask,
+                slabs: own,
+                beyond: None,
+                undrained: 1 + parts.len(),
+                reserved: parts.iter().map(|(.., slabs)| slabs.capacity()).sum(),
+                rails: table,
+                grower,
+            },
+            family,
+        );
+        for standing in arenas.standing() {
+            class.publish(&standing);
+        }
+        if let Some(table) = &class.rails {
+            arenas.devices().for_each(|(rail, id, _)| table.open(rail, id));
+        }
+        let mut cores = vec![class];
+        for (share, (start, len), slabs) in parts {
+            // What a share has lies in arenas that stand as long as the pool.
+            for arena in arenas.standing() {
+                if (start..start + len).contains(&arena.offset) {
+                    let keys = cores[0].slabs.map().keys_of(base + arena.offset);
+                    let keys = keys.unwrap_or(PackedKeys::from_word(0));
+                    slabs.map().publish(arena.offset - start, arena.len, keys);
+                }
+            }
+            let share = Parts {
+                name: share.name,
+                access,
+                wire_base,
                 wire_mask,
                 slabs,
-                beyond: Some(Beyond::new(&cores[0], &ranges)),
+                beyond: Some(Beyond::new(&cores[0], &share.ranges)),
                 undrained: 0,
                 reserved: 0,
-                arenas: None,
+                rails: None,
+                grower: Grower::none(),
             };
             cores.push(Self::new(share, family));
         }
+        cores[0].show(&arenas);
+        *cores[0].arenas.lock() = Some(arenas);
         Ok(cores)
     }
 
     /// The whole arenas that ranges lie in: from the first one's start, how far.
-    fn window(ranges: &[Range], stride: usize) -> Range {
+    fn window(ranges: &[Range], stride: usize, whole: usize) -> Range {
         let start = ranges.first().map_or(0, |&(offset, _)| offset & !(stride - 1));
         let end = ranges.last().map_or(0, |&(offset, len)| (offset + len).next_multiple_of(stride));
-        (start, end - start)
-    }
-
-    /// Slabs over parts of the arenas, with tables for the window that they lie in.
-    fn slabs(
-        arenas: &Arenas,
-        (start, len): Range,
-        ranges: &[Range],
-        plan: &Plan,
-    ) -> io::Result<Slabs> {
-        let base = arenas.base().as_ptr() as usize + start;
-        let table = || plan.mapping.before(MapStep::Table, 0, len, 0);
-        table()?;
-        let map = PageMap::new(base, len, plan.stride.trailing_zeros())?;
-        for (offset, arena, keys) in arenas.ranges() {
-            if (start..start + len).contains(&offset) {
-                map.publish(offset - start, arena, keys);
-            }
-        }
-        let ranges = ranges.iter().map(|&(offset, len)| (offset - start, len));
-        table()?;
-        Slabs::new(map, ranges, plan.pad)
+        (start, end.min(whole) - start)
     }
 
     fn new(parts: Parts, family: &Arc<Family>) -> Arc<Self> {
-        let Parts { name, access, wire_mask, slabs, beyond, undrained, reserved, arenas } = parts;
+        let Parts { name, access, wire_base, wire_mask, slabs, beyond, .. } = parts;
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
         Arc::new_cyclic(|own| Self {
             own: own.clone(),
             slot_offset: slot.offset(),
+            wire_base,
             wire_mask,
             remote: access.is_remote(),
             gated: asymmetric_barrier_available(),
             access,
+            odd: AtomicUsize::new(0),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
@@ -195,11 +231,12 @@ impl Core {
             family: family.clone(),
             name,
             beyond,
-            undrained: AtomicUsize::new(undrained),
-            reserved,
-            infos: arenas.as_ref().map(|a| a.infos(access)).unwrap_or_default(),
-            register_calls: arenas.as_ref().map_or(0, Arenas::register_calls),
-            arenas: Mutex::new(arenas),
+            undrained: AtomicUsize::new(parts.undrained),
+            reserved: parts.reserved,
+            shown: Mutex::new(Shown::default()),
+            rails: parts.rails,
+            grower: parts.grower,
+            arenas: Mutex::new(None),
             slot,
         })
     }
@@ -209,6 +246,16 @@ impl Core {
     pub(super) fn settle(core: Arc<Self>) -> NonNull<Self> {
         // SAFETY: `Arc::into_raw` never gives null.
         unsafe { NonNull::new_unchecked(Arc::into_raw(core).cast_mut()) }
+    }
+
+    /// A class's arenas on its only device.
+    pub(super) fn infos(&self) -> Vec<ArenaInfo> {
+        self.shown().map_or_else(Vec::new, |shown| shown.infos())
+    }
+
+    /// What is told of arenas and devices; `None` in a forked child whose copy was being written.
+    pub(super) fn shown(&self) -> Option<MutexGuard<'_, Shown>> {
+        if self.foreign() { self.shown.try_lock() } else { Some(self.shown.lock()) }
     }
 
     /// A reference that keeps the core's memory while this thread is in a slow path, in which another
@@ -257,6 +304,6 @@ impl Core {
     /// The address that the device knows a byte by.
     #[inline(always)]
     pub(crate) fn wire_addr(&self, ptr: NonNull<u8>) -> u64 {
-        ptr.as_ptr() as u64 & self.wire_mask
+        (ptr.as_ptr() as u64).wrapping_sub(self.wire_base) & self.wire_mask
     }
 }

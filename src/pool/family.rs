@@ -3,12 +3,12 @@
 
 use std::{
     ptr::NonNull,
-    sync::{Arc, OnceLock, atomic::AtomicUsize},
+    sync::{Arc, OnceLock, Weak, atomic::AtomicUsize},
 };
 
 use super::Core;
 use crate::{
-    arena::{ArenaInfo, Leftover},
+    arena::Leftover,
     config::{Event, EventHook, Plan},
     error::BuildError,
 };
@@ -24,13 +24,13 @@ pub(crate) struct Family {
 struct Members {
     /// Classes, the default one first.
     classes: Box<[Member]>,
-    /// Of all classes, arena by arena.
-    infos: Box<[ArenaInfo]>,
 }
 
 /// A class's heap, and the shares of its arenas.
 struct Member {
     core: NonNull<Core>,
+    /// To the same, for who has no handle.
+    weak: Weak<Core>,
     shares: Box<[NonNull<Core>]>,
 }
 
@@ -55,7 +55,7 @@ pub(super) struct Closed {
 impl Family {
     /// Brings up all classes and their shares, or none. Gives the default class's core, with one handle
     /// counted.
-    pub(super) fn build(plans: Vec<Plan>) -> Result<NonNull<Core>, BuildError> {
+    pub(super) fn build(plans: Vec<Plan>, rails: bool) -> Result<NonNull<Core>, BuildError> {
         let family = Arc::new(Self { handles: AtomicUsize::new(1), members: OnceLock::new() });
         let arenas: usize = plans.iter().map(|p| p.arenas.len()).sum();
         let mut up: Vec<Vec<Arc<Core>>> = Vec::with_capacity(plans.len());
@@ -63,7 +63,7 @@ impl Family {
         for mut plan in plans {
             let own = plan.arenas.len();
             plan.hook = plan.hook.map(|hook| numbered(hook, before));
-            match Core::build(plan, &family) {
+            match Core::build(plan, rails, &family) {
                 Ok(cores) => up.push(cores),
                 Err(e) => {
                     // The class that came last goes first.
@@ -73,21 +73,33 @@ impl Family {
             }
             before += own;
         }
-        let infos = up.iter().flat_map(|cores| cores[0].infos.iter().copied()).collect();
         let member = |cores: Vec<Arc<Core>>| {
+            let weak = cores.first().map(|core| core.own.clone())?;
             let mut cores = cores.into_iter().map(Core::settle);
-            cores.next().map(|core| Member { core, shares: cores.collect() })
+            cores.next().map(|core| Member { core, weak, shares: cores.collect() })
         };
         let classes: Box<[Member]> = up.into_iter().filter_map(member).collect();
         // Every builder plans the default class.
         let default = classes[0].core;
-        let _ = family.members.set(Members { classes, infos });
+        let _ = family.members.set(Members { classes });
+        // SAFETY: one handle is counted, and is given out below.
+        for (class, _) in unsafe { family.heaps() }.classes() {
+            class.arm_first();
+            if class.grower.can_grow()
+                && let Err(source) = class.grower.start(&class.own)
+            {
+                // SAFETY: the one handle that is counted is given out to nobody.
+                unsafe { Self::close(default) };
+                return Err(BuildError::Thread { source });
+            }
+        }
         Ok(default)
     }
 
-    /// The arenas of all classes.
-    pub(super) fn infos(&self) -> &[ArenaInfo] {
-        self.members.get().map_or(&[], |m| &m.infos)
+    /// The classes that are there yet, for who has no handle.
+    pub(super) fn classes(&self) -> Vec<Arc<Core>> {
+        let members = self.members.get().map_or(&[][..], |m| &m.classes);
+        members.iter().filter_map(|m| m.weak.upgrade()).collect()
     }
 
     /// All heaps.

@@ -34,6 +34,12 @@ pub(crate) struct Beyond {
     pub(super) refused: AtomicU64,
 }
 
+// SAFETY: the class's core, all of whose shared parts are atomic or locked, stands as long as its shares'
+// heaps have not drained, and this is part of one.
+unsafe impl Send for Beyond {}
+// SAFETY: as above.
+unsafe impl Sync for Beyond {}
+
 impl Beyond {
     pub(super) fn new(class: &Core, ranges: &[(usize, usize)]) -> Self {
         let base = class.slabs.map().base();
@@ -95,7 +101,7 @@ impl Core {
         let beyond = self.beyond.as_ref().filter(|_| !self.foreign())?;
         let mut before = None;
         for _ in 0..TURNS {
-            if let Some((entry, class)) = beyond.class.take(len, align) {
+            if let Some((entry, class)) = beyond.class.find(len, align) {
                 return Some((entry, class, true));
             }
             // The reserve was searched after `before` was seen, the rest has been since: if nothing
@@ -129,7 +135,7 @@ impl PoolRef {
     }
 
     /// A block of this heap, by all ways there are.
-    fn take(self, len: usize, align: usize) -> Option<(Entry, usize)> {
+    fn find(self, len: usize, align: usize) -> Option<(Entry, usize)> {
         if align <= MIN_BLOCK {
             let class = size_class::class_of(len);
             let cached = self.cached(thread::gate_at(self.slot_offset), Place::of(class), len);

@@ -9,6 +9,8 @@ use crate::{arena::Leftover, slab::Given};
 impl Core {
     /// Called when the last handle goes: takes all caches of this heap away for good.
     pub(super) fn close_caches(&self) {
+        self.grower.stop();
+        self.grower.changes.close();
         let mut registry = self.registry.lock();
         registry.closed = true;
         self.drain_caches(&registry.locals, true);
@@ -42,6 +44,7 @@ impl Core {
         if self.undrained.fetch_sub(1, AcqRel) > 1 {
             return Leftover::default();
         }
+        // Waits for the grower to end what it has in hand: one register call at most.
         let arenas = self.arenas.lock().take();
         let Some(mut arenas) = arenas else { return Leftover::default() };
         let left = arenas.take_down();
