@@ -11,8 +11,8 @@ LAYERS = [
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "slab"},
-    {"stack", "gate", "depot", "magazine", "thread", "stats"},
-    {"pool", "buf", "local", "batch"},
+    {"stack", "gate", "depot", "magazine", "thread", "stats", "record", "tokens"},
+    {"pool", "buf", "local", "batch", "sg_list"},
     {"adapters", "doctor", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.

@@ -26,6 +26,8 @@ const LOCAL: u64 = 33;
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
 const MANY: u64 = 18;
+/// A plain pair with a trip into a token and back in between.
+const TOKEN: u64 = PLAIN + 43;
 
 fn pool() -> Pool {
     let pool = Pool::builder()
@@ -54,6 +56,19 @@ fn plain(pool: Pool) -> Pool {
     for _ in 0..PAIRS {
         let Ok(mut buf) = pool.alloc(4096) else { return pool };
         touch(&mut buf);
+    }
+    pool
+}
+
+#[library_benchmark(config = gate(TOKEN), setup = pool)]
+fn token(pool: Pool) -> Pool {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(4096) else { return pool };
+        touch(&mut buf);
+        let token = black_box(buf.into_token());
+        let Ok(buf) = pool.from_token(token) else { return pool };
+        black_box(buf.len());
+        drop(buf);
     }
     pool
 }
@@ -147,6 +162,6 @@ fn gate(per_pair: u64) -> LibraryBenchmarkConfig {
 
 library_benchmark_group!(
     name = hot_path,
-    benchmarks = [plain, plain_any_length, local, cross_thread, many]
+    benchmarks = [plain, plain_any_length, local, cross_thread, many, token]
 );
 main!(library_benchmark_groups = hot_path);

@@ -439,6 +439,46 @@ pub enum FreeError {
     },
 }
 
+/// Why a token was not taken back. Nothing was changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenError {
+    /// Not of this pool.
+    #[error("{token:#018x} is no token of this pool: it is another pool's, or made up")]
+    OtherPool {
+        /// The number.
+        token: u64,
+    },
+    /// It names no block that this pool can have.
+    #[error("{token:#018x} names no block of this pool: it is made up, or was damaged on its way")]
+    Invalid {
+        /// The number.
+        token: u64,
+    },
+    /// Its flight is over: taken back already, or never begun.
+    #[error("{token:#018x} is not in flight: taken back already, or made up")]
+    NotInFlight {
+        /// The number.
+        token: u64,
+    },
+    /// It belongs to a `Posted`: report its completion by `Pool::complete`.
+    #[error(
+        "{token:#018x} belongs to a posted work request; report its completion by Pool::complete"
+    )]
+    Posted {
+        /// The number.
+        token: u64,
+    },
+    /// The pool belongs to the process that built it, and this is a forked child of that.
+    #[error("this pool was built by process {owner}, this is process {this}, which posted nothing")]
+    ForeignProcess {
+        /// The process that built the pool.
+        owner: u32,
+        /// The caller's.
+        this: u32,
+    },
+}
+
 /// Why a closed pool could not be torn down at once.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -73,11 +73,14 @@ mod depot;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod record;
 mod stack;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
+mod tokens;
 
 // Layer 5: the pool.
 #[cfg(not(loom))]
@@ -88,6 +91,8 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod sg_list;
 
 // Layer 6: what looks a machine over.
 #[cfg(not(loom))]
@@ -110,11 +115,13 @@ pub use crate::{
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError,
+        RegisterError, TokenError,
     },
     local::LocalPool,
-    pool::Pool,
+    pool::{InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
+    sg_list::{SgList, SgListError},
     stats::{ClassStats, Stats},
 };
 

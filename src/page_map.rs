@@ -50,6 +50,8 @@ pub(crate) struct PageMap {
     base: usize,
     len: usize,
     stride_shift: u32,
+    /// The same in pages.
+    page_stride_shift: u32,
     arenas: Box<[ArenaEntry]>,
     pages: ZeroedTable<AtomicU32>,
 }
@@ -63,6 +65,7 @@ impl PageMap {
             base,
             len,
             stride_shift,
+            page_stride_shift: stride_shift - PAGE_SHIFT,
             arenas: (0..len >> stride_shift).map(|_| entry()).collect(),
             pages: ZeroedTable::new(len >> PAGE_SHIFT)?,
         })
@@ -103,6 +106,20 @@ impl PageMap {
             return None;
         }
         Some(PackedKeys::from_word(entry.keys.load(Relaxed)))
+    }
+
+    /// The keys of the region that a page lies in.
+    ///
+    /// # Safety
+    /// The page is one of a block that is out, so its arena is published.
+    #[inline(always)]
+    pub(crate) unsafe fn keys_of_page(&self, page: usize) -> PackedKeys {
+        let arena = page >> self.page_stride_shift;
+        debug_assert!(arena < self.arenas.len());
+        // SAFETY: the page lies in an arena (contract), and the table has an entry for each.
+        let entry = unsafe { self.arenas.get_unchecked(arena) };
+        // Relaxed: the block came from the slabs, which were given the arena after it was published.
+        PackedKeys::from_word(entry.keys.load(Relaxed))
     }
 
     /// Which page of the pool an address lies in, if it lies in the pool's range.

@@ -4,7 +4,9 @@
 mod alloc;
 mod books;
 mod core;
+mod flight;
 mod free;
+mod posted;
 mod reference;
 mod teardown;
 mod threads;
@@ -16,6 +18,10 @@ use std::{
 };
 
 pub(crate) use self::{core::Core, reference::PoolRef};
+pub use self::{
+    flight::InFlight,
+    posted::{Outcome, PostError, Posted},
+};
 use crate::{
     access::{Access, Keys},
     arena::{ArenaInfo, Leftover},
@@ -209,6 +215,7 @@ impl<R> Pool<R> {
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
         let mut stats = self.core().stats();
+        self.core().each_flight(|_| stats.in_flight += 1);
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);

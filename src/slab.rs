@@ -299,6 +299,14 @@ impl Slabs {
         }
     }
 
+    /// First page and length in pages of every slab and span that there is, in no order.
+    pub(crate) fn runs_in_use(&self) -> Vec<(u32, u32)> {
+        let state = self.state.lock();
+        let table = &self.table[..state.next as usize];
+        let run = |s: &Slab| (s.first.load(Relaxed), s.pages.load(Relaxed));
+        table.iter().map(run).filter(|&(_, pages)| pages > 0).collect()
+    }
+
     /// Marks a block, which the caller owns, as out as a raw pointer.
     pub(crate) fn set_out(&self, ptr: NonNull<u8>) {
         if let Ok((slab, block, _)) = self.locate(ptr.as_ptr() as usize) {

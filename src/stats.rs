@@ -23,6 +23,9 @@ pub struct Stats {
     pub unused: usize,
     /// How many buffers are out.
     pub live_buffers: usize,
+    /// How many of them are out as tokens, in flight or lost. [`Pool::in_flight`](crate::Pool::in_flight) lists
+    /// them.
+    pub in_flight: usize,
     /// The longest free run, in bytes: the longest span that can be had at once.
     pub largest_free: usize,
     /// How many arenas there are: memory regions on the device.
@@ -79,6 +82,7 @@ impl Stats {
             free: 0,
             unused: counts.free_runs,
             live_buffers: 0,
+            in_flight: 0,
             largest_free: counts.largest_run,
             arenas: 0,
             register_calls: 0,

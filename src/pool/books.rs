@@ -28,7 +28,7 @@ impl Core {
         };
         stats.arenas = self.infos.len();
         stats.register_calls = self.register_calls;
-        stats.table_bytes += self.depot.table_bytes();
+        stats.table_bytes += self.depot.table_bytes() + self.tokens.table_bytes();
         stats
     }
 }

@@ -16,6 +16,7 @@ use std::{
 
 use parking_lot::Mutex;
 
+use super::posted::Posts;
 use crate::{
     access::Access,
     arena::{ArenaInfo, Arenas},
@@ -29,6 +30,7 @@ use crate::{
     sync::asymmetric_barrier_available,
     sys::{fork, limits},
     thread::Slot,
+    tokens::Tokens,
 };
 
 /// What the handles, the buffers and the threads of one pool share.
@@ -52,8 +54,10 @@ pub(crate) struct Core {
     /// The fork generation and process that built the pool.
     pub(super) generation: u32,
     pub(super) process: u32,
+    pub(crate) tokens: Tokens,
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
+    pub(super) posts: Posts,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -82,6 +86,7 @@ impl Core {
             map.publish(offset, len, keys);
         }
         let ranges = arenas.ranges().map(|(offset, len, _)| (offset, len));
+        let tokens = Tokens::new(&map).map_err(tables)?;
         let slabs = Slabs::new(map, ranges, plan.pad).map_err(tables)?;
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
@@ -96,7 +101,9 @@ impl Core {
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
+            tokens,
             slabs,
+            posts: Posts::default(),
             depot: Depot::new(Limits { capacity: plan.capacity }),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),

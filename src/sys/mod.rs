@@ -8,5 +8,6 @@ pub(crate) mod mmap;
 pub(crate) mod numa;
 #[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub(crate) mod queue_pair;
+pub(crate) mod tick;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
