@@ -11,7 +11,7 @@ LAYERS = [
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "slab"},
-    {"stack", "gate", "depot", "magazine", "thread", "stats", "record", "tokens"},
+    {"stack", "gate", "depot", "magazine", "thread", "stats", "record", "tokens", "waiters"},
     {"pool", "buf", "local", "batch", "sg_list"},
     {"adapters", "doctor", "loopback"},
 ]

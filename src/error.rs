@@ -331,6 +331,16 @@ pub enum AllocError {
     /// Nothing free that is large enough, in any thread's cache either.
     #[error("{0}")]
     Exhausted(Box<Exhausted>),
+    /// Nothing large enough came free in time.
+    #[error("waited {waited:?} for memory, {ahead} requests were ahead at the end: {books}")]
+    TimedOut {
+        /// How long it waited.
+        waited: std::time::Duration,
+        /// How many requests that came earlier still waited.
+        ahead: usize,
+        /// The books when it gave up.
+        books: Box<Exhausted>,
+    },
     /// A batch holds buffers of another length or pool: free or pop them first.
     #[error(
         "the batch holds {held} buffers of {len} bytes; it can take others only when it is empty"
@@ -382,6 +392,8 @@ pub struct Exhausted {
     pub not_live: usize,
     /// The longest free run, in bytes.
     pub largest_free: usize,
+    /// How many requests wait for memory; what is free may be kept for them.
+    pub waiting: usize,
 }
 
 impl fmt::Display for Exhausted {
@@ -390,14 +402,15 @@ impl fmt::Display for Exhausted {
         write!(
             f,
             "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} are not, \
-             longest free run {}. Free buffers or raise the capacity",
+             longest free run {}, {} requests wait. Free buffers or raise the capacity",
             b(self.asked),
             b(self.block),
             b(self.live),
             b(self.capacity),
             self.live_buffers,
             b(self.not_live),
-            b(self.largest_free)
+            b(self.largest_free),
+            self.waiting
         )
     }
 }

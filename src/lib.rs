@@ -81,6 +81,7 @@ mod stats;
 mod thread;
 #[cfg(not(loom))]
 mod tokens;
+mod waiters;
 
 // Layer 5: the pool.
 #[cfg(not(loom))]
@@ -119,7 +120,7 @@ pub use crate::{
         RegisterError, TokenError,
     },
     local::LocalPool,
-    pool::{InFlight, Outcome, Pool, PostError, Posted},
+    pool::{AllocFuture, InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
     sg_list::{SgList, SgListError},
     stats::{ClassStats, Stats},

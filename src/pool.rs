@@ -10,6 +10,7 @@ mod posted;
 mod reference;
 mod teardown;
 mod threads;
+mod wait;
 
 use std::{
     fmt,
@@ -21,6 +22,7 @@ pub(crate) use self::{core::Core, reference::PoolRef};
 pub use self::{
     flight::InFlight,
     posted::{Outcome, PostError, Posted},
+    wait::AllocFuture,
 };
 use crate::{
     access::{Access, Keys},
@@ -216,6 +218,7 @@ impl<R> Pool<R> {
     pub fn stats(&self) -> Stats {
         let mut stats = self.core().stats();
         self.core().each_flight(|_| stats.in_flight += 1);
+        stats.table_bytes += self.core().tokens.table_bytes();
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);

@@ -71,8 +71,10 @@ impl Record {
     /// owns the block from then on. Any number may be passed, on any thread.
     #[inline(always)]
     pub(crate) fn land(&self, generation: u16) -> bool {
-        // An even number is none of a flight; made odd it is some flight's, or none's.
-        let generation = generation | 1;
+        if generation & 1 == 0 {
+            // That is no flight's, and may be what a record has between two.
+            return false;
+        }
         let next = generation.wrapping_add(1);
         // Acquire pairs with the store in `take_off`. Release: what the redeemer did before, such as seeing
         // the completion, happens before the next owner's use; that comes through the pool in any case.
@@ -80,12 +82,13 @@ impl Record {
     }
 
     /// What was written at the last take-off.
-    #[inline(always)]
     pub(crate) fn cargo(&self) -> Cargo {
-        Cargo { load: self.load.load(Relaxed), stamp: self.stamp.load(Relaxed) }
+        // Acquire pairs with the stores in `set_cargo`: who sees a later flight's cargo sees that the earlier
+        // one has landed.
+        Cargo { load: self.load.load(Acquire), stamp: self.stamp.load(Acquire) }
     }
 
-    /// The load alone.
+    /// The load alone, for whoever has landed it.
     #[inline(always)]
     pub(crate) fn load(&self) -> Cargo {
         Cargo { load: self.load.load(Relaxed), stamp: 0 }
@@ -94,8 +97,9 @@ impl Record {
     /// Only by the block's owner.
     #[inline(always)]
     pub(crate) fn set_cargo(&self, cargo: Cargo) {
-        self.load.store(cargo.load, Relaxed);
-        self.stamp.store(cargo.stamp, Relaxed);
+        // Release pairs with the loads in `cargo`.
+        self.load.store(cargo.load, Release);
+        self.stamp.store(cargo.stamp, Release);
     }
 
     /// The generation and cargo of the flight that is under way, if one is. For look-ups by anybody.
@@ -106,9 +110,8 @@ impl Record {
             return None;
         }
         let cargo = self.cargo();
-        // A flight that landed meanwhile may have mixed its cargo with the next one's. The fence keeps the
-        // loads above before this one.
-        crate::sync::atomic::fence(Acquire);
+        // If the cargo is in part the next flight's, this one is seen to have landed: the loads above are
+        // acquires.
         (self.generation.load(Relaxed) == generation).then_some((generation, cargo))
     }
 }
@@ -146,7 +149,10 @@ mod loom_tests {
 
     #[test]
     fn loom_a_token_redeemed_twice_succeeds_once() {
-        loom::model(|| {
+        // Three threads: all interleavings with up to three preemptions.
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
             let block = fixture();
             // SAFETY: not shared yet.
             block.bytes.with_mut(|p| unsafe { *p += 1 });

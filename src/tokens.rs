@@ -38,7 +38,7 @@ use crate::{
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
     sync::unlikely,
     sys::{
-        mmap::{Zeroable, ZeroedTable},
+        mmap::{self, Zeroable, ZeroedTable},
         tick::{self, Epoch},
     },
 };
@@ -64,6 +64,19 @@ const POSTED: u32 = 1 << 15;
 /// Pages that one part of the far table stands for: 2 MiB.
 const PART: usize = 512;
 
+/// A part of the far table: 2 MiB of arena.
+struct Part {
+    /// Which planes were ever used, so that no other is looked at.
+    used: AtomicU64,
+    records: Box<[Record]>,
+}
+
+impl Part {
+    fn record(&self, page: usize, plane: usize) -> &Record {
+        &self.records[plane * PART + page % PART]
+    }
+}
+
 /// The tables of one pool.
 #[repr(C)]
 pub(crate) struct Tokens {
@@ -73,7 +86,7 @@ pub(crate) struct Tokens {
     /// How many pages tokens can name.
     pages: u64,
     near: ZeroedTable<Record>,
-    far: Box<[OnceLock<Box<[Record]>>]>,
+    far: Box<[OnceLock<Part>]>,
     epoch: Epoch,
     tag: Tag,
 }
@@ -276,7 +289,7 @@ impl Tokens {
             return Err(TokenError::Invalid { token });
         }
         let part = self.far[page / PART].get();
-        Ok((part.map(|part| &part[plane * PART + page % PART]), page, plane))
+        Ok((part.map(|part| part.record(page, plane)), page, plane))
     }
 
     fn len_of(&self, page: usize, cargo: Cargo) -> usize {
@@ -311,9 +324,14 @@ impl Tokens {
             let part = NonNull::slice_from_raw_parts(first, PLANES * PART);
             // SAFETY: made just now by the global allocator with the layout of this very slice; zero is a
             // valid record (`Zeroable`).
-            unsafe { Box::from_raw(part.as_ptr()) }
+            let records = unsafe { Box::from_raw(part.as_ptr()) };
+            Part { used: AtomicU64::new(0), records }
         });
-        &part[plane * PART + page % PART]
+        if part.used.load(Relaxed) >> plane & 1 == 0 {
+            // Relaxed: a look at flights that misses one which just takes off is as good as an earlier look.
+            part.used.fetch_or(1 << plane, Relaxed);
+        }
+        part.record(page, plane)
     }
 
     /// Hands every flight under way that starts on the given pages to `sink`. Others may take off or land
@@ -338,9 +356,12 @@ impl Tokens {
         }
         for page in first..end {
             let Some(part) = self.far[page / PART].get() else { continue };
-            for plane in 0..PLANES {
+            let mut planes = part.used.load(Relaxed);
+            while planes != 0 {
+                let plane = planes.trailing_zeros() as usize;
+                planes &= planes - 1;
                 let token = |g: u16| self.far_token(page, plane, g);
-                show(page, plane, &part[plane * PART + page % PART], &token);
+                show(page, plane, part.record(page, plane), &token);
             }
         }
     }
@@ -349,8 +370,8 @@ impl Tokens {
     pub(crate) fn table_bytes(&self) -> usize {
         let far = self.far.iter().filter_map(OnceLock::get);
         self.near.resident_bytes()
-            + far.map(|part| crate::sys::mmap::resident_bytes(part)).sum::<usize>()
-            + self.far.len() * size_of::<OnceLock<Box<[Record]>>>()
+            + far.map(|part| mmap::resident_bytes(&part.records)).sum::<usize>()
+            + self.far.len() * size_of::<OnceLock<Part>>()
     }
 }
 

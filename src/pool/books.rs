@@ -26,9 +26,14 @@ impl Core {
         } else {
             Stats::new(&self.slabs.counts(), &self.cached(), self.slabs.capacity())
         };
+        if !self.foreign() {
+            let waited = self.waited.lock();
+            (stats.waits, stats.wait_time) = (waited.times, waited.time);
+            stats.waiting = self.waiters.count();
+        }
         stats.arenas = self.infos.len();
         stats.register_calls = self.register_calls;
-        stats.table_bytes += self.depot.table_bytes() + self.tokens.table_bytes();
+        stats.table_bytes += self.depot.table_bytes();
         stats
     }
 }

@@ -16,7 +16,10 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::posted::Posts;
+use super::{
+    posted::Posts,
+    wait::{Block, Need, Waited},
+};
 use crate::{
     access::Access,
     arena::{ArenaInfo, Arenas},
@@ -31,6 +34,7 @@ use crate::{
     sys::{fork, limits},
     thread::Slot,
     tokens::Tokens,
+    waiters::Waiters,
 };
 
 /// What the handles, the buffers and the threads of one pool share.
@@ -58,6 +62,8 @@ pub(crate) struct Core {
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
     pub(super) posts: Posts,
+    pub(super) waiters: Waiters<Need, Block>,
+    pub(super) waited: Mutex<Waited>,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -104,6 +110,8 @@ impl Core {
             tokens,
             slabs,
             posts: Posts::default(),
+            waiters: Waiters::new(),
+            waited: Mutex::default(),
             depot: Depot::new(Limits { capacity: plan.capacity }),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
