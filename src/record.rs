@@ -59,23 +59,25 @@ impl Record {
 
     /// Takes off: returns the generation, odd. Only by the block's owner.
     #[inline(always)]
-    pub(crate) fn take_off(&self, cargo: Cargo) -> u16 {
-        let generation = self.generation.load(Relaxed).wrapping_add(1);
+    pub(crate) fn take_off(&self, cargo: Cargo) -> u32 {
+        // Even, so the sum has no more bits. Counted in a whole register, lest it be widened again.
+        let generation = u32::from(self.generation.load(Relaxed)) + 1;
         self.set_cargo(cargo);
         // Pairs with the exchange in `land`: who lands sees the cargo, and what the owner did with the block.
-        self.generation.store(generation, Release);
+        self.generation.store(generation as u16, Release);
         generation
     }
 
     /// Lands: of any number of callers with the generation of the present flight exactly one succeeds, and
-    /// owns the block from then on. Any number may be passed, on any thread.
+    /// owns the block from then on. Any number may be passed, on any thread; its low half counts.
     #[inline(always)]
-    pub(crate) fn land(&self, generation: u16) -> bool {
+    pub(crate) fn land(&self, generation: u32) -> bool {
         if generation & 1 == 0 {
             // That is no flight's, and may be what a record has between two.
             return false;
         }
-        let next = generation.wrapping_add(1);
+        let next = generation.wrapping_add(1) as u16;
+        let generation = generation as u16;
         // Acquire pairs with the store in `take_off`. Release: what the redeemer did before, such as seeing
         // the completion, happens before the next owner's use; that comes through the pool in any case.
         self.generation.compare_exchange(generation, next, AcqRel, Acquire).is_ok()
@@ -103,7 +105,7 @@ impl Record {
     }
 
     /// The generation and cargo of the flight that is under way, if one is. For look-ups by anybody.
-    pub(crate) fn in_flight(&self) -> Option<(u16, Cargo)> {
+    pub(crate) fn in_flight(&self) -> Option<(u32, Cargo)> {
         // Acquire pairs with `take_off`: the cargo is that of this flight, or of a later one.
         let generation = self.generation.load(Acquire);
         if generation & 1 == 0 {
@@ -112,7 +114,7 @@ impl Record {
         let cargo = self.cargo();
         // If the cargo is in part the next flight's, this one is seen to have landed: the loads above are
         // acquires.
-        (self.generation.load(Relaxed) == generation).then_some((generation, cargo))
+        (self.generation.load(Relaxed) == generation).then_some((generation.into(), cargo))
     }
 }
 
@@ -137,7 +139,7 @@ mod loom_tests {
     }
 
     /// Redeems, and if it may, uses the block: loom panics when two do at a time.
-    fn redeem(block: &Block, generation: u16, want: Cargo) -> bool {
+    fn redeem(block: &Block, generation: u32, want: Cargo) -> bool {
         if !block.record.land(generation) {
             return false;
         }

@@ -81,7 +81,9 @@ impl Part {
 #[repr(C)]
 pub(crate) struct Tokens {
     base: usize,
-    /// The tag where a token has it, less the generation's bits.
+    /// The tag where a token has it.
+    tag_bits: u64,
+    /// The same without the generation's bits.
     tagged: u64,
     /// How many pages tokens can name.
     pages: u64,
@@ -145,6 +147,7 @@ impl Tokens {
         let tag = Tag::take();
         Ok(Self {
             base: map.base(),
+            tag_bits: u64::from(tag.0) << TAG_AT,
             tagged: u64::from(tag.0) << (TAG_AT - PAGE_AT),
             pages: (pages as u64).min(PAGES),
             near: ZeroedTable::new(pages)?,
@@ -168,7 +171,9 @@ impl Tokens {
         let record = unsafe { self.near.get_unchecked(page) };
         let cargo = Cargo::new(place.offset() as u16, len as u16, tick::stamp());
         let generation = record.take_off(cargo);
-        (page as u64 + self.tagged) << PAGE_AT | u64::from(generation)
+        // The page's number, moved to its place from where the offset has it.
+        let page = (offset as u64) << (PAGE_AT - PAGE_SHIFT);
+        (page + self.tag_bits) | u64::from(generation)
     }
 
     /// As [`take_off`](Tokens::take_off), for a work request that a `Posted` waits for.
@@ -192,7 +197,7 @@ impl Tokens {
         self.far_token(page, plane, generation)
     }
 
-    fn far_token(&self, page: usize, plane: usize, generation: u16) -> u64 {
+    fn far_token(&self, page: usize, plane: usize, generation: u32) -> u64 {
         (page as u64 + self.tagged) << PAGE_AT
             | 1 << FAR_AT
             | (plane as u64) << PLANE_AT
@@ -213,7 +218,7 @@ impl Tokens {
         if let Some(page) = self.near_page(token) {
             // SAFETY: below `pages`, which the table has at least.
             let record = unsafe { self.near.get_unchecked(page) };
-            if record.land(token as u16) {
+            if record.land(token as u32) {
                 let cargo = record.load();
                 // SAFETY: the place was a place's offset when it took off.
                 let place = unsafe { Place::from_offset(cargo.place()) };
@@ -242,7 +247,7 @@ impl Tokens {
     #[cold]
     #[inline(never)]
     fn land_far(&self, token: u64, kind: Kind) -> Words {
-        let landed = self.judge(token, kind).ok().filter(|(record, _)| record.land(token as u16));
+        let landed = self.judge(token, kind).ok().filter(|(record, _)| record.land(token as u32));
         landed.map_or(Words::NONE, |(_, words)| words)
     }
 
@@ -261,7 +266,7 @@ impl Tokens {
             return Err(stale);
         };
         let posted = cargo.place() & POSTED != 0;
-        if generation != token as u16 || (kind == Kind::Posted && !posted) {
+        if generation != token as u32 & 0xffff || (kind == Kind::Posted && !posted) {
             return Err(stale);
         }
         if kind == Kind::Bare && posted {
@@ -338,7 +343,7 @@ impl Tokens {
     /// meanwhile.
     pub(crate) fn each_flight(&self, first: u32, pages: u32, sink: &mut impl FnMut(Flight)) {
         let ages = self.epoch.ages();
-        let mut show = |page: usize, plane: usize, record: &Record, token: &dyn Fn(u16) -> u64| {
+        let mut show = |page: usize, plane: usize, record: &Record, token: &dyn Fn(u32) -> u64| {
             if let Some((generation, cargo)) = record.in_flight() {
                 sink(Flight {
                     token: token(generation),
@@ -351,7 +356,7 @@ impl Tokens {
         let (first, end) = (first as usize, first as usize + pages as usize);
         for (i, record) in self.near[first..end].iter().enumerate() {
             let page = first + i;
-            let token = |g: u16| (page as u64 + self.tagged) << PAGE_AT | u64::from(g);
+            let token = |g: u32| (page as u64 + self.tagged) << PAGE_AT | u64::from(g);
             show(page, 0, record, &token);
         }
         for page in first..end {
@@ -360,7 +365,7 @@ impl Tokens {
             while planes != 0 {
                 let plane = planes.trailing_zeros() as usize;
                 planes &= planes - 1;
-                let token = |g: u16| self.far_token(page, plane, g);
+                let token = |g: u32| self.far_token(page, plane, g);
                 show(page, plane, part.record(page, plane), &token);
             }
         }
