@@ -1,5 +1,7 @@
 //! The handle that a user holds: one block, owned, with its keys.
 
+mod rails;
+
 use std::{
     fmt,
     marker::PhantomData,

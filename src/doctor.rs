@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf};
 
 use crate::{
     access::Access,
-    config::{Asked, Layout, Pages},
+    config::{Asked, Layout, Numa, Pages, Placement},
     device::{self, Device, DeviceInfo, Pinning, PortInfo},
     error::{BuildError, Bytes},
     problem::Problem,
@@ -23,12 +23,17 @@ pub struct DoctorOptions<'a> {
     pub device: Option<&'a Device>,
     /// Bytes of the pool; 1 GiB unless set.
     pub capacity: usize,
+    /// Bytes that it may grow to, as [`Builder::max_capacity`](crate::Builder::max_capacity); what the machine
+    /// lacks for them is a note.
+    pub max_capacity: Option<usize>,
     /// Bytes of one arena, as [`Builder::arena_size`](crate::Builder::arena_size).
     pub arena_size: Option<usize>,
     /// The pages; [`Pages::Prefer`] of 2 MiB unless set.
     pub pages: Pages,
     /// The rights; [`Access::LOCAL_WRITE`] unless set.
     pub access: Access,
+    /// The NUMA node; [`Numa::OfDevice`] unless set.
+    pub numa: Numa,
 }
 
 impl Default for DoctorOptions<'_> {
@@ -36,9 +41,11 @@ impl Default for DoctorOptions<'_> {
         Self {
             device: None,
             capacity: 1 << 30,
+            max_capacity: None,
             arena_size: None,
             pages: Pages::Prefer(crate::config::PageSize::Huge2M),
             access: Access::LOCAL_WRITE,
+            numa: Numa::OfDevice,
         }
     }
 }
@@ -175,6 +182,8 @@ pub struct PoolReport {
     pub base_bytes: u64,
     /// Bytes charged to `RLIMIT_MEMLOCK`.
     pub pinned_bytes: u64,
+    /// The NUMA nodes that its pages would come from, in turns if several; empty: any.
+    pub nodes: Vec<u32>,
 }
 
 impl Report {
@@ -209,10 +218,12 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
     let asked = Asked {
         access: options.access,
         capacity: options.capacity,
+        max_capacity: options.max_capacity,
         arena_size: options.arena_size,
         pages: options.pages,
+        numa: options.numa,
     };
-    let (layout, found) = asked.examine(&info, &facts)?;
+    let (layout, found) = asked.examine(std::slice::from_ref(&info), &facts)?;
     let mut notes = found.notes;
     let mut problems = found.problems;
 
@@ -252,7 +263,10 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
         fork,
         devices,
         device: options.device.map(|_| info.name.clone()),
-        pool: pool_report(&layout, &info, found.huge, found.base),
+        pool: PoolReport {
+            nodes: nodes_of(&found.placement),
+            ..pool_report(&layout, &info, found.huge, found.base)
+        },
         problems,
         notes,
         ..facts_report(facts)
@@ -322,6 +336,15 @@ fn pool_report(layout: &Layout, info: &DeviceInfo, huge: u64, base: u64) -> Pool
         huge_bytes: huge,
         base_bytes: base,
         pinned_bytes: if info.pinning == Pinning::Free { 0 } else { capacity as u64 },
+        nodes: Vec::new(),
+    }
+}
+
+fn nodes_of(placement: &Placement) -> Vec<u32> {
+    match placement {
+        Placement::Anywhere => Vec::new(),
+        Placement::Near(node) | Placement::On(node) => vec![*node],
+        Placement::Interleave(nodes) => nodes.clone(),
     }
 }
 
@@ -386,6 +409,7 @@ fn facts_report(facts: Facts) -> Report {
             huge_bytes: 0,
             base_bytes: 0,
             pinned_bytes: 0,
+            nodes: Vec::new(),
         },
         problems: Vec::new(),
         notes: Vec::new(),
@@ -584,6 +608,17 @@ impl Report {
                 ),
             ),
             line("pages", pages.join(", ")),
+            line(
+                "from",
+                match p.nodes.as_slice() {
+                    [] => "any NUMA node".to_owned(),
+                    [one] => format!("NUMA node {one}"),
+                    many => {
+                        let all: Vec<_> = many.iter().map(u32::to_string).collect();
+                        format!("NUMA nodes {} in turns", all.join(", "))
+                    }
+                },
+            ),
             line("pinned", short(p.pinned_bytes)),
         ]
     }

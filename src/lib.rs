@@ -29,7 +29,7 @@
 //!
 //! # Features
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
-//! is the software device alone. `fault` adds a registrar that fails on demand, `loopback` connected
+//! is the software device alone. `fault` adds registering and mapping that fail on demand, `loopback` connected
 //! queue pairs on one device, `cli` the `pinpool` program.
 
 // Layers, lowest first: each file uses only its own or lower ones.
@@ -37,6 +37,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -64,6 +65,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -116,11 +118,11 @@ pub use crate::{
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError,
-        RegisterError, TokenError,
+        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
+        FreeError, RegisterError, TokenError, UnknownDevice,
     },
     local::LocalPool,
-    pool::{AllocFuture, InFlight, Outcome, Pool, PostError, Posted},
+    pool::{AllocFuture, DeviceChange, InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
     sg_list::{SgList, SgListError},
     stats::{ClassStats, Stats},

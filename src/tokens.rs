@@ -20,12 +20,9 @@ use std::{
     alloc::{self, Layout},
     io,
     ptr::NonNull,
-    sync::{
-        OnceLock,
-        atomic::{
-            AtomicU64,
-            Ordering::{Relaxed, Release},
-        },
+    sync::atomic::{
+        AtomicPtr, AtomicU64,
+        Ordering::{Acquire, Relaxed, Release},
     },
     time::Duration,
 };
@@ -36,7 +33,7 @@ use crate::{
     page_map::PageMap,
     record::{Cargo, Record},
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
-    sync::unlikely,
+    sync::{Mutex, unlikely},
     sys::{
         mmap::{self, Zeroable, ZeroedTable},
         tick::{self, Epoch},
@@ -45,6 +42,8 @@ use crate::{
 
 // SAFETY: a struct of atomics only, and zero is a valid value of each.
 unsafe impl Zeroable for Record {}
+// SAFETY: zero is null.
+unsafe impl Zeroable for AtomicPtr<Part> {}
 
 const PAGE_AT: u32 = 16;
 const FAR_AT: u32 = 47;
@@ -72,6 +71,24 @@ struct Part {
 }
 
 impl Part {
+    fn new() -> Self {
+        const LAYOUT: Layout = match Layout::array::<Record>(PLANES * PART) {
+            Ok(layout) => layout,
+            Err(_) => panic!("a part fits the address space"),
+        };
+        // SAFETY: the layout is not of size zero.
+        let Some(first) = NonNull::new(unsafe { alloc::alloc_zeroed(LAYOUT) }.cast::<Record>())
+        else {
+            // As every box does when the heap is at its end.
+            alloc::handle_alloc_error(LAYOUT)
+        };
+        let records = NonNull::slice_from_raw_parts(first, PLANES * PART);
+        // SAFETY: made just now by the global allocator with the layout of this very slice; zero is a valid
+        // record (`Zeroable`).
+        let records = unsafe { Box::from_raw(records.as_ptr()) };
+        Self { used: AtomicU64::new(0), records }
+    }
+
     fn record(&self, page: usize, plane: usize) -> &Record {
         &self.records[plane * PART + page % PART]
     }
@@ -88,7 +105,11 @@ pub(crate) struct Tokens {
     /// How many pages tokens can name.
     pages: u64,
     near: ZeroedTable<Record>,
-    far: Box<[OnceLock<Part>]>,
+    /// By 2 MiB; null where no record was ever needed.
+    far: ZeroedTable<AtomicPtr<Part>>,
+    /// The same parts, to own them. Boxed, since `far` knows their addresses.
+    #[allow(clippy::vec_box)]
+    parts: Mutex<Vec<Box<Part>>>,
     epoch: Epoch,
     tag: Tag,
 }
@@ -151,7 +172,8 @@ impl Tokens {
             tagged: u64::from(tag.0) << (TAG_AT - PAGE_AT),
             pages: (pages as u64).min(PAGES),
             near: ZeroedTable::new(pages)?,
-            far: (0..pages.div_ceil(PART)).map(|_| OnceLock::new()).collect(),
+            far: ZeroedTable::new(pages.div_ceil(PART))?,
+            parts: Mutex::new(Vec::new()),
             epoch: Epoch::now(),
             tag,
         })
@@ -293,8 +315,7 @@ impl Tokens {
         if token >> FAR_AT & 1 == 0 || page as u64 >= self.pages {
             return Err(TokenError::Invalid { token });
         }
-        let part = self.far[page / PART].get();
-        Ok((part.map(|part| part.record(page, plane)), page, plane))
+        Ok((self.part(page).map(|part| part.record(page, plane)), page, plane))
     }
 
     fn len_of(&self, page: usize, cargo: Cargo) -> usize {
@@ -313,25 +334,31 @@ impl Tokens {
         unsafe { NonNull::new_unchecked((self.base + offset) as *mut u8) }
     }
 
+    /// The part of the far table that a page is in, if it was made.
+    fn part(&self, page: usize) -> Option<&Part> {
+        // Pairs with the store in `make_part`.
+        let part = self.far[page / PART].load(Acquire);
+        // SAFETY: null, or a box that `parts` owns until the end of `self`, and that nobody changes.
+        unsafe { part.as_ref() }
+    }
+
+    #[cold]
+    fn make_part(&self, page: usize) -> &Part {
+        let mut parts = self.parts.lock();
+        // Another thread may have been faster.
+        if let Some(part) = self.part(page) {
+            return part;
+        }
+        let part = Box::new(Part::new());
+        self.far[page / PART].store((&raw const *part).cast_mut(), Release);
+        parts.push(part);
+        // SAFETY: owned by `parts` from now on, as in `part`.
+        unsafe { &*self.far[page / PART].load(Relaxed) }
+    }
+
     /// The record in the far table, made if need be.
     fn far_record(&self, page: usize, plane: usize) -> &Record {
-        let part = self.far[page / PART].get_or_init(|| {
-            const LAYOUT: Layout = match Layout::array::<Record>(PLANES * PART) {
-                Ok(layout) => layout,
-                Err(_) => panic!("a part fits the address space"),
-            };
-            // SAFETY: the layout is not of size zero.
-            let Some(first) = NonNull::new(unsafe { alloc::alloc_zeroed(LAYOUT) }.cast::<Record>())
-            else {
-                // As every box does when the heap is at its end.
-                alloc::handle_alloc_error(LAYOUT)
-            };
-            let part = NonNull::slice_from_raw_parts(first, PLANES * PART);
-            // SAFETY: made just now by the global allocator with the layout of this very slice; zero is a
-            // valid record (`Zeroable`).
-            let records = unsafe { Box::from_raw(part.as_ptr()) };
-            Part { used: AtomicU64::new(0), records }
-        });
+        let part = self.part(page).unwrap_or_else(|| self.make_part(page));
         if part.used.load(Relaxed) >> plane & 1 == 0 {
             // Relaxed: a look at flights that misses one which just takes off is as good as an earlier look.
             part.used.fetch_or(1 << plane, Relaxed);
@@ -360,7 +387,7 @@ impl Tokens {
             show(page, 0, record, &token);
         }
         for page in first..end {
-            let Some(part) = self.far[page / PART].get() else { continue };
+            let Some(part) = self.part(page) else { continue };
             let mut planes = part.used.load(Relaxed);
             while planes != 0 {
                 let plane = planes.trailing_zeros() as usize;
@@ -373,10 +400,9 @@ impl Tokens {
 
     /// Bytes of the tables that are in memory.
     pub(crate) fn table_bytes(&self) -> usize {
-        let far = self.far.iter().filter_map(OnceLock::get);
-        self.near.resident_bytes()
-            + far.map(|part| mmap::resident_bytes(&part.records)).sum::<usize>()
-            + self.far.len() * size_of::<OnceLock<Part>>()
+        let parts = self.parts.lock();
+        let far = parts.iter().map(|part| mmap::resident_bytes(&part.records));
+        self.near.resident_bytes() + self.far.resident_bytes() + far.sum::<usize>()
     }
 }
 

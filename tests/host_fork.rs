@@ -4,11 +4,14 @@
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
 mod common;
+#[path = "common/held.rs"]
+mod held;
 
-use std::{io::Write, sync::Mutex};
+use std::{cell::Cell, io::Write, sync::Mutex};
 
 use common::soft;
-use pinpool::{AllocError, CloseError, Device, device::FaultyRegistrar};
+use held::Held;
+use pinpool::{AllocError, CloseError, Device, DeviceChangeError, device::FaultyRegistrar};
 
 /// Forks one at a time: a fork copies whatever locks other threads hold.
 static ONE: Mutex<()> = Mutex::new(());
@@ -138,4 +141,128 @@ fn a_child_neither_waits_nor_completes() {
     drop(guard.unwrap().try_take().unwrap());
     assert!(matches!(poll(&mut in_line.unwrap()), std::task::Poll::Ready(Ok(_))));
     assert_eq!(pool.stats().live, 0);
+}
+
+#[test]
+fn a_fork_in_the_middle_of_growth_leaves_both_fine() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    const MIB: usize = 1 << 20;
+    for fails in [false, true] {
+        let calls = Held::new(FaultyRegistrar::new(&Device::soft()));
+        let pool = soft(MIB)
+            .device(calls.device())
+            .arena_size(MIB)
+            .max_capacity(2 * MIB)
+            .low_watermark(256 << 10)
+            .build()
+            .unwrap();
+        calls.hold();
+        let mut held: Vec<_> = (0..13).map(|_| pool.alloc(64 << 10).unwrap()).collect();
+        calls.await_call();
+        // The grower holds its lock, the second arena is mapped, and the device is about to have it.
+        let status = in_child(|| {
+            let refused = matches!(pool.alloc(4096), Err(AllocError::ForeignProcess { .. }));
+            let s = pool.stats();
+            let looks = s.capacity == MIB && s.max_capacity == 2 * MIB && pool.arenas().len() == 1;
+            drop(std::mem::take(&mut held));
+            // SAFETY: the child's own copy of the handle, of which it has one; the parent's is another.
+            let own = unsafe { std::ptr::read(&pool) };
+            // Does not wait for a grower that this process does not have.
+            let kept = matches!(own.close(), Err(CloseError::ForeignProcess { .. }));
+            drop(std::hint::black_box(vec![1u8; 10 << 20]));
+            refused && looks && kept && calls.calls.deregister_calls() == 0
+        });
+        assert_eq!(status, 0, "the child's exit status");
+        if fails {
+            calls.panic_once();
+        }
+        calls.release();
+        // The parent's growth goes on where it was.
+        while pool.stats().growths + pool.stats().growth_failures == 0 {
+            std::thread::yield_now();
+        }
+        let s = pool.stats();
+        assert_eq!((s.growths, s.growth_failures), if fails { (0, 1) } else { (1, 0) });
+        assert_eq!(s.live_buffers, 13);
+        held.push(pool.alloc(64 << 10).unwrap());
+        pool.check();
+        // A child after it: still nothing to tear down, and the parent is none the worse.
+        assert_eq!(in_child(|| pool.alloc(64).is_err()), 0);
+        drop(held);
+        pool.close().unwrap();
+        assert_eq!(calls.calls.live(), 0);
+    }
+}
+
+#[test]
+fn a_child_is_refused_changes_of_devices() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let (a, b) = (Device::soft(), Device::soft());
+    let pool = pinpool::Pool::builder().devices([a.clone()]).capacity(1 << 20).build().unwrap();
+    let child = || {
+        let refused = pool.add_device(&b).wait().unwrap_err();
+        matches!(refused, DeviceChangeError::ForeignProcess { .. })
+            && pool.alloc(64).is_err()
+            && pool.keys_of_on(std::ptr::null::<u8>(), &a).is_ok()
+            && pool.arenas_on(&b).is_err()
+    };
+    assert_eq!(in_child(child), 0);
+    pool.add_device(&b).wait().unwrap();
+    assert_eq!(b.as_soft().unwrap().regions(), 1);
+}
+
+thread_local! {
+    /// Made before the thread meets a pool, so destroyed after what it has of pools.
+    static LAST: LeavesIfArmed = const { LeavesIfArmed(Cell::new(false)) };
+}
+
+struct LeavesIfArmed(Cell<bool>);
+
+impl Drop for LeavesIfArmed {
+    fn drop(&mut self) {
+        if self.0.get() {
+            // SAFETY: ends the child, before what else runs at an exit.
+            unsafe { libc::_exit(0) };
+        }
+    }
+}
+
+#[test]
+fn a_child_whose_thread_ends_waits_for_no_lock_that_another_thread_held() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let pool = soft(1 << 20).build().unwrap();
+    LAST.with(|last| last.0.set(false));
+    // This thread has magazines, to be given back when it ends, in the child as well.
+    drop(pool.alloc(64).unwrap());
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        // Calls caches back most of the time, under the lock that giving back takes.
+        s.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                pool.trim();
+            }
+        });
+        for i in 0..50 {
+            // SAFETY: the child sets an alarm and ends.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                LAST.with(|last| last.0.set(true));
+                // SAFETY: no pointers; `exit` runs this thread's destructors as its end would, and the
+                // signal ends a child that waits.
+                unsafe {
+                    libc::alarm(20);
+                    libc::exit(1)
+                };
+            }
+            let mut status = 0;
+            // SAFETY: `pid` is the child, and `status` is valid to write to.
+            assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+            if status != 0 {
+                stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+            assert_eq!(status, 0, "child {i} ended");
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    pool.check();
 }

@@ -497,6 +497,34 @@ fn exhausted_still_means_exhausted_while_others_begin_and_end_to_wait() {
 }
 
 #[test]
+fn who_waits_gets_what_growth_brings() {
+    const MIB: usize = 1 << 20;
+    let pool = soft(MIB).arena_size(MIB).max_capacity(4 * MIB).build().unwrap();
+    let held: Vec<_> = (0..4).map(|_| pool.alloc_wait(MIB, LONG).unwrap()).collect();
+    assert_eq!(pool.capacity(), 4 * MIB);
+    assert!(matches!(pool.alloc_wait(MIB, Duration::ZERO), Err(AllocError::TimedOut { .. })));
+    drop(held);
+    // Two that wait at a time.
+    let pool = soft(MIB).arena_size(MIB).max_capacity(3 * MIB).build().unwrap();
+    let _held = pool.alloc(MIB).unwrap();
+    thread::scope(|s| {
+        let both: Vec<_> =
+            (0..2).map(|_| s.spawn(|| pool.alloc_wait(MIB, LONG).unwrap())).collect();
+        let both: Vec<_> = both.into_iter().map(|t| t.join().unwrap()).collect();
+        assert_eq!(both.len(), 2);
+    });
+    pool.check();
+}
+
+#[test]
+fn futures_may_move_between_threads() {
+    fn send<T: Send>(_: &T) {}
+    let pool = one_buffer();
+    send(&pool.alloc_async(1));
+    send(&pool.post(pool.alloc(1).unwrap(), |_, _| Err::<(), _>(())));
+}
+
+#[test]
 fn a_waker_that_panics_harms_nobody() {
     struct Bad;
     impl Wake for Bad {

@@ -40,8 +40,8 @@ impl Core {
         }
     }
 
-    /// Puts a block into this thread's magazines; false if it has none, or if somebody waits for blocks. Once the block is in and the
-    /// thread's lock released, the core may be gone.
+    /// Puts a block into this thread's magazines; false if it has none, or if somebody waits for blocks. Once
+    /// the block is in and the thread's lock released, the core may be gone.
     pub(super) fn free_cached(&self, entry: Entry, class: usize) -> bool {
         thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.

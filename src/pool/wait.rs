@@ -86,6 +86,9 @@ impl Core {
             self.waiters.settle(round);
         }
         self.wake_waiters();
+        if self.waiters.any() {
+            self.grower.refused(need.len);
+        }
         Turn { ticket: entered.ticket, since }
     }
 

@@ -3,11 +3,13 @@
 
 pub(crate) mod fork;
 pub(crate) mod limits;
+pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
 pub(crate) mod mmap;
 pub(crate) mod numa;
 #[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub(crate) mod queue_pair;
+pub(crate) mod signals;
 pub(crate) mod tick;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;

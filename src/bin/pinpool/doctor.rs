@@ -2,7 +2,7 @@
 //! is the library's; this reads the flags and prints.
 
 use clap::ValueEnum;
-use pinpool::{Device, DoctorOptions, PageSize, Pages, Problem, Report, doctor};
+use pinpool::{Device, DoctorOptions, Numa, PageSize, Pages, Problem, Report, doctor};
 use serde_json::{Value, json};
 
 use crate::{
@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Its pages
     #[arg(long, value_enum, default_value_t = PageChoice::Prefer)]
     pages: PageChoice,
+    /// The NUMA node of its pages: `device` for that of the device, `any`, `interleave`, or a number
+    #[arg(long, value_name = "NODE", default_value = "device", value_parser = parse_numa)]
+    numa: Numa,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -48,6 +51,18 @@ enum PageChoice {
     Base,
 }
 
+fn parse_numa(text: &str) -> Result<Numa, String> {
+    match text {
+        "device" => Ok(Numa::OfDevice),
+        "any" => Ok(Numa::Any),
+        "interleave" => Ok(Numa::Interleave),
+        number => number
+            .parse()
+            .map(Numa::Node)
+            .map_err(|_| "write device, any, interleave, or the number of a node".to_owned()),
+    }
+}
+
 /// Looks, prints, and says whether anything is to be changed.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let device = args.device.open_if_any()?;
@@ -55,6 +70,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     options.device = device.as_ref();
     options.capacity = args.capacity;
     options.arena_size = args.arena_size;
+    options.numa = args.numa;
     options.pages = match args.pages {
         PageChoice::Prefer => Pages::Prefer(PageSize::Huge2M),
         PageChoice::Huge2M => Pages::Require(PageSize::Huge2M),
@@ -152,6 +168,7 @@ fn object(r: &Report, device: Option<&Device>) -> Value {
             "huge_bytes": r.pool.huge_bytes,
             "base_bytes": r.pool.base_bytes,
             "pinned_bytes": r.pool.pinned_bytes,
+            "nodes": r.pool.nodes,
         },
         "problems": problems(&r.problems),
         "notes": problems(&r.notes),

@@ -4,6 +4,7 @@
 
 mod alloc;
 mod contest;
+mod growth;
 mod registration;
 pub(crate) mod report;
 mod startup;
@@ -23,6 +24,7 @@ use crate::cli::Failure;
 pub(crate) enum Bench {
     Registration(registration::Args),
     Startup(startup::Args),
+    Growth(growth::Args),
     /// Compare alloc + free with general allocators, other pools and the floor
     Alloc(alloc::Args),
     /// Compare passing buffers from one thread to another
@@ -39,6 +41,7 @@ pub(crate) fn run(bench: &Bench) -> Result<(), Failure> {
     match bench {
         Bench::Registration(args) => registration::run(args),
         Bench::Startup(args) => startup::run(args),
+        Bench::Growth(args) => growth::run(args),
         Bench::Alloc(args) => alloc::run(Group::Alloc, args),
         Bench::Handoff(args) => alloc::run(Group::Handoff, args),
         Bench::Churn(args) => alloc::run(Group::Churn, args),
