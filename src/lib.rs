@@ -80,11 +80,15 @@ mod drought;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod record;
 mod stack;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
+mod tokens;
+mod waiters;
 
 // Layer 5: the pool.
 #[cfg(not(loom))]
@@ -95,6 +99,8 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod sg_list;
 #[cfg(not(loom))]
 mod shared;
 
@@ -143,12 +149,16 @@ pub use crate::{
     },
     error::{
         AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
-        Exhausted, ExportError, FreeError, LookupError, RegisterError, UnknownDevice,
+        Exhausted, ExportError, FreeError, LookupError, RegisterError, TokenError, UnknownDevice,
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::{Class, DeviceChange, Pool, Share},
+    pool::{
+        AllocFuture, Class, DeviceChange, InFlight, Outcome, Pool, PostError, Posted, Share,
+        ShareFuture,
+    },
     problem::Problem,
+    sg_list::{SgList, SgListError},
     shared::SharedArenas,
     stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
 };

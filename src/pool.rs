@@ -7,8 +7,10 @@ mod class;
 mod core;
 mod export;
 mod family;
+mod flight;
 mod free;
 mod grow;
+mod posted;
 mod rails;
 #[cfg_attr(
     not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
@@ -17,8 +19,10 @@ mod rails;
 mod raw;
 mod reference;
 mod share;
+mod share_wait;
 mod teardown;
 mod threads;
+mod wait;
 
 use std::{
     fmt,
@@ -27,7 +31,15 @@ use std::{
 };
 
 use self::family::{Closed, Heaps};
-pub use self::{class::Class, rails::DeviceChange, share::Share};
+pub use self::{
+    class::Class,
+    flight::InFlight,
+    posted::{Outcome, PostError, Posted},
+    rails::DeviceChange,
+    share::Share,
+    share_wait::ShareFuture,
+    wait::AllocFuture,
+};
 pub(crate) use self::{core::Core, family::Family, reference::PoolRef};
 use crate::{
     access::{Access, Keys},
@@ -222,6 +234,10 @@ impl<R> Pool<R> {
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
         let mut stats = self.heaps().stats();
+        for core in self.heaps().iter().filter(|core| !core.foreign()) {
+            core.each_flight(|_| stats.in_flight += 1);
+            stats.table_bytes += core.tokens.table_bytes();
+        }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);

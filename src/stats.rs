@@ -30,6 +30,17 @@ pub struct Stats {
     pub unused: usize,
     /// How many buffers are out.
     pub live_buffers: usize,
+    /// How many of them are out as tokens, in flight or lost. [`Pool::in_flight`](crate::Pool::in_flight) lists
+    /// them.
+    pub in_flight: usize,
+    /// How many requests wait for memory now.
+    pub waiting: usize,
+    /// How many have waited or do, over the pool's life, by
+    /// [`alloc_wait`](crate::Pool::alloc_wait) or [`alloc_async`](crate::Pool::alloc_async). One that could be
+    /// served at once has not waited.
+    pub waits: u64,
+    /// How long those that wait no longer did, together, whether they were served or gave up.
+    pub wait_time: Duration,
     /// The longest free run, in bytes: the longest span that can be had at once.
     pub largest_free: usize,
     /// How many arenas there are: memory regions on the device.
@@ -118,7 +129,9 @@ pub struct ShareStats {
     pub ran_dry: u64,
     /// How often an allocation was refused, since the unreserved memory had nothing either.
     pub refused: u64,
-    /// How often an allocation had to wait.
+    /// How many requests wait for memory now.
+    pub waiting: usize,
+    /// How many have waited or do, over the pool's life.
     pub waits: u64,
 }
 
@@ -193,7 +206,7 @@ impl Stats {
         s
     }
 
-    /// Adds what another heap has.
+    /// Adds what another heap has; but for who waits, since some stand in two lines.
     pub(crate) fn absorb(&mut self, other: &Self) {
         self.capacity += other.capacity;
         self.live += other.live;
@@ -206,6 +219,8 @@ impl Stats {
         self.register_calls += other.register_calls;
         self.table_bytes += other.table_bytes;
         self.max_capacity += other.max_capacity;
+        self.waits += other.waits;
+        self.wait_time += other.wait_time;
         self.growths += other.growths;
         self.shrinks += other.shrinks;
         self.growth_failures += other.growth_failures;

@@ -33,6 +33,11 @@ impl Core {
         } else {
             Stats::new(&self.slabs.counts(), &self.cached())
         };
+        if !self.foreign() {
+            let waited = self.waited.lock();
+            (stats.waits, stats.wait_time) = (waited.times, waited.time);
+            stats.waiting = self.waiters.count();
+        }
         if let Some(shown) = self.shown() {
             (stats.arenas, stats.register_calls) = (shown.arenas, shown.register_calls);
         }
@@ -50,6 +55,7 @@ impl Heaps<'_> {
             let unreserved = class.stats();
             let mut all = unreserved.books();
             sum.absorb(&unreserved);
+            sum.waiting += unreserved.waiting;
             for share in shares {
                 let own = share.stats();
                 all.absorb(&own.books());
@@ -62,7 +68,8 @@ impl Heaps<'_> {
                     reserve: own.books(),
                     ran_dry: count(|b| b.ran_dry.load(Relaxed)),
                     refused: count(|b| b.refused.load(Relaxed)),
-                    waits: 0,
+                    waiting: own.waiting,
+                    waits: own.waits,
                 });
             }
             sum.access_classes.push(AccessStats {

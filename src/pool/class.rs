@@ -1,8 +1,8 @@
 //! Access classes: handles for them, and finding them and shares by name.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
-use super::{Core, Pool, share::Share};
+use super::{AllocFuture, Core, Pool, share::Share};
 use crate::{
     access::Access,
     arena::ArenaInfo,
@@ -72,6 +72,23 @@ impl<R> Class<R> {
         n: usize,
     ) -> Result<usize, AllocError> {
         self.heap.alloc_many(batch, len, n)
+    }
+
+    /// Allocates a buffer of `len` bytes, waiting up to `timeout` until there is one; see
+    /// [`Pool::alloc_wait`].
+    ///
+    /// # Errors
+    /// As [`Pool::alloc_wait`].
+    pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
+        self.heap.alloc_wait(len, timeout)
+    }
+
+    /// Allocates a buffer of `len` bytes as a future; see [`Pool::alloc_async`].
+    ///
+    /// # Errors
+    /// As [`Pool::alloc_async`].
+    pub fn alloc_async(&self, len: usize) -> AllocFuture<'_, R> {
+        self.heap.alloc_async(len)
     }
 
     /// Makes a handle for this thread that allocates from this class; see [`Pool::local`].

@@ -17,7 +17,14 @@ use std::{
     },
 };
 
-use super::{Family, PoolRef, grow::Grower, rails::Shown, share::Beyond};
+use super::{
+    Family, PoolRef,
+    grow::Grower,
+    posted::Posts,
+    rails::Shown,
+    share::Beyond,
+    wait::{Block, Need, Waited},
+};
 use crate::{
     access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas},
@@ -34,6 +41,8 @@ use crate::{
     sync::asymmetric_barrier_available,
     sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
+    tokens::Tokens,
+    waiters::Waiters,
 };
 
 /// What the handles, the buffers and the threads of one heap share.
@@ -61,8 +70,12 @@ pub(crate) struct Core {
     /// The fork generation and process that built the pool.
     pub(super) generation: u32,
     pub(super) process: u32,
+    pub(crate) tokens: Tokens,
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
+    pub(super) posts: Posts,
+    pub(super) waiters: Waiters<Need, Block>,
+    pub(super) waited: Mutex<Waited>,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -97,6 +110,7 @@ struct Parts {
     access: Access,
     wire_base: u64,
     wire_mask: u64,
+    tokens: Tokens,
     slabs: Slabs,
     beyond: Option<Beyond>,
     undrained: usize,
@@ -134,21 +148,23 @@ impl Core {
             let map = || PageMap::new(base + start, len, stride.trailing_zeros());
             let map = table().and_then(|()| map())?;
             let ranges = ranges.iter().map(|&(offset, len)| (offset - start, len));
-            table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell))
+            let tokens = table().and_then(|()| Tokens::new(&map))?;
+            let slabs = table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell))?;
+            Ok::<_, io::Error>((tokens, slabs))
         };
-        let tables = |len: usize| {
+        let tables_of = |len: usize| {
             move |source: io::Error| BuildError::Reserve { len: len / PAGE * 4, source }
         };
         // Tables first: once the arenas are in a core, an error is a matter of dropping that.
         let whole = arenas.reserved();
-        let own = slabs((0, whole), &ranges, max_len, bell).map_err(tables(whole))?;
+        let (tokens, own) = slabs((0, whole), &ranges, max_len, bell).map_err(tables_of(whole))?;
         let mut parts = Vec::with_capacity(shares.len());
         for share in shares {
             let window = Self::window(&share.ranges, stride, whole);
             let longest = share.ranges.iter().map(|&(_, len)| len).max().unwrap_or(0);
-            let slabs = slabs(window, &share.ranges, longest, Arc::new(Bell::new()))
-                .map_err(tables(window.1))?;
-            parts.push((share, window, slabs));
+            let tables = slabs(window, &share.ranges, longest, Arc::new(Bell::new()))
+                .map_err(tables_of(window.1))?;
+            parts.push((share, window, tables));
         }
         let class = Self::new(
             Parts {
@@ -156,10 +172,11 @@ impl Core {
                 access,
                 wire_base,
                 wire_mask,
+                tokens,
                 slabs: own,
                 beyond: None,
                 undrained: 1 + parts.len(),
-                reserved: parts.iter().map(|(.., slabs)| slabs.capacity()).sum(),
+                reserved: parts.iter().map(|(.., (_, slabs))| slabs.capacity()).sum(),
                 rails: table,
                 grower,
             },
@@ -172,7 +189,7 @@ impl Core {
             arenas.devices().for_each(|(rail, id, _)| table.open(rail, id));
         }
         let mut cores = vec![class];
-        for (share, (start, len), slabs) in parts {
+        for (share, (start, len), (tokens, slabs)) in parts {
             // What a share has lies in arenas that stand as long as the pool.
             for arena in arenas.standing() {
                 if (start..start + len).contains(&arena.offset) {
@@ -186,6 +203,7 @@ impl Core {
                 access,
                 wire_base,
                 wire_mask,
+                tokens,
                 slabs,
                 beyond: Some(Beyond::new(&cores[0], &share.ranges)),
                 undrained: 0,
@@ -208,7 +226,7 @@ impl Core {
     }
 
     fn new(parts: Parts, family: &Arc<Family>) -> Arc<Self> {
-        let Parts { name, access, wire_base, wire_mask, slabs, beyond, .. } = parts;
+        let Parts { name, access, wire_base, wire_mask, tokens, slabs, beyond, .. } = parts;
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
         Arc::new_cyclic(|own| Self {
@@ -223,8 +241,12 @@ impl Core {
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
+            tokens,
             depot: Depot::new(Limits { capacity: slabs.capacity() }),
             slabs,
+            posts: Posts::default(),
+            waiters: Waiters::new(),
+            waited: Mutex::new(Waited::default()),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
             recalls: AtomicU64::new(0),

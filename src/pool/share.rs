@@ -135,7 +135,7 @@ impl PoolRef {
     }
 
     /// A block of this heap, by all ways there are.
-    fn find(self, len: usize, align: usize) -> Option<(Entry, usize)> {
+    pub(super) fn find(self, len: usize, align: usize) -> Option<(Entry, usize)> {
         if align <= MIN_BLOCK {
             let class = size_class::class_of(len);
             let cached = self.cached(thread::gate_at(self.slot_offset), Place::of(class), len);
@@ -167,7 +167,7 @@ impl<R> Share<R> {
         Self { reserve }
     }
 
-    fn core(&self) -> &Core {
+    pub(super) fn core(&self) -> &Core {
         self.reserve.core()
     }
 

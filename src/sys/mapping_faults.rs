@@ -20,7 +20,7 @@ pub enum MapStep {
     /// Faulting a part of an arena in, at most 4 MiB or one page: several times an arena, perhaps on several
     /// threads.
     FaultIn,
-    /// Mapping one of the pool's own tables, which are not registered: twice a heap (an access class or a share), after its class's arenas stand.
+    /// Mapping one of the pool's own tables, which are not registered: three times a heap (an access class or a share), after its class's arenas stand.
     Table,
     /// Giving memory back: an arena's pages, or the whole range with what is left in it.
     Unmap,
