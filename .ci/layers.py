@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "problem", "sync", "size_class", "config", "reach"},
+    {"access", "error", "problem", "reentry", "sync", "size_class", "config", "reach", "bell"},
     {"sys"},
     {"device", "preflight"},
-    {"arena", "page_map", "slab"},
+    {"arena", "page_map", "published", "slab"},
     {"stack", "gate", "depot", "magazine", "thread", "stats"},
     {"pool", "buf", "local", "batch"},
     {"adapters", "doctor", "lease", "loopback"},

@@ -1,5 +1,7 @@
 //! The handle that a user holds: one block, owned, with its keys.
 
+mod rails;
+
 use std::{
     fmt,
     marker::PhantomData,
@@ -128,6 +130,11 @@ impl<R> Buf<R> {
     /// Shortens to `len` bytes; does nothing if it is not longer than that.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
+    }
+
+    /// Sets the length to 0. What is then written by [`std::io::Write`] starts at the first byte.
+    pub fn clear(&mut self) {
+        self.len = 0;
     }
 
     /// The first byte's address. It stays the same as long as this buffer lives.

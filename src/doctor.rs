@@ -23,6 +23,9 @@ pub struct DoctorOptions<'a> {
     pub device: Option<&'a Device>,
     /// Bytes of the pool; 1 GiB unless set.
     pub capacity: usize,
+    /// Bytes that it may grow to, as [`Builder::max_capacity`](crate::Builder::max_capacity); what the machine
+    /// lacks for them is a note.
+    pub max_capacity: Option<usize>,
     /// Bytes of one arena, as [`Builder::arena_size`](crate::Builder::arena_size).
     pub arena_size: Option<usize>,
     /// The pages; [`Pages::Prefer`] of 2 MiB unless set.
@@ -38,6 +41,7 @@ impl Default for DoctorOptions<'_> {
         Self {
             device: None,
             capacity: 1 << 30,
+            max_capacity: None,
             arena_size: None,
             pages: Pages::Prefer(crate::config::PageSize::Huge2M),
             access: Access::LOCAL_WRITE,
@@ -217,11 +221,12 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
     let asked = Asked {
         access: options.access,
         capacity: options.capacity,
+        max_capacity: options.max_capacity,
         arena_size: options.arena_size,
         pages: options.pages,
         numa: options.numa,
     };
-    let (layout, found) = asked.examine(&info, &facts)?;
+    let (layout, found) = asked.examine(std::slice::from_ref(&info), &facts)?;
     let mut notes = found.notes;
     let mut problems = found.problems;
 

@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "nightly", feature(allocator_api))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -37,6 +38,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -45,6 +47,8 @@ mod error;
 mod problem;
 #[cfg(not(loom))]
 pub mod reach;
+#[cfg(not(loom))]
+mod reentry;
 #[cfg(not(loom))]
 mod size_class;
 mod sync;
@@ -64,6 +68,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -89,7 +94,9 @@ mod local;
 #[cfg(not(loom))]
 mod pool;
 
-// Layer 6: what looks a machine over, and rights over single buffers.
+// Layer 6: the faces, what looks a machine over, and rights over single buffers.
+#[cfg(not(loom))]
+mod adapters;
 #[cfg(not(loom))]
 mod doctor;
 #[cfg(not(loom))]
@@ -108,6 +115,14 @@ pub mod loopback;
 mod loopback;
 
 #[cfg(not(loom))]
+pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "codec"))]
+pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "global"))]
+pub use crate::adapters::{AttachError, PinnedAlloc};
+#[cfg(all(not(loom), feature = "bytemuck"))]
+pub use crate::adapters::{PodError, Typed};
+#[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},
     arena::{ArenaInfo, leaked_bytes},
@@ -120,11 +135,12 @@ pub use crate::{
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
+        FreeError, RegisterError, UnknownDevice,
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::Pool,
+    pool::{DeviceChange, Pool},
     problem::Problem,
     stats::{ClassStats, Stats},
 };

@@ -30,7 +30,10 @@ fn the_device_shows_with_its_ports() {
     assert_eq!(v["device"], info.name);
     let all = v["devices"].as_array().expect("a list");
     let d = all.iter().find(|d| d["name"] == info.name).expect("listed");
-    assert_eq!((&d["transport"], &d["max_mr"]), (&info.transport.into(), &info.max_mr.into()));
+    assert_eq!(
+        (&d["transport"], &d["max_mr"]),
+        (&info.transport.clone().into(), &info.max_mr.into())
+    );
     let port = &d["ports"][0];
     assert_eq!((&port["number"], &port["active"]), (&1.into(), &true.into()), "{d}");
     assert!(port["mtu"].as_u64().is_some_and(|m| m >= 256), "{d}");

@@ -212,6 +212,18 @@ impl Device {
         }
     }
 
+    /// Whether both are clones of one device. Another one opened by the same name is another device: it has
+    /// another PD.
+    pub fn is(&self, other: &Device) -> bool {
+        self.id() == other.id()
+    }
+
+    /// A number that no other device has while this one lives; never 0.
+    #[inline]
+    pub(crate) fn id(&self) -> usize {
+        Arc::as_ptr(&self.registrar).cast::<()>() as usize
+    }
+
     pub(crate) fn registrar(&self) -> &Arc<dyn Registrar> {
         &self.registrar
     }

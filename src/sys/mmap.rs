@@ -96,18 +96,27 @@ impl Reservation {
     ) -> io::Result<()> {
         let addr = self.at(offset, len);
         self.hook.before(MapStep::Map, addr.as_ptr() as usize, len, page)?;
-        let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        let huge = page > base_page();
-        if huge {
-            flags |= libc::MAP_HUGETLB | ((page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT);
-            // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
-            // by then unmapped the reservation on older kernels, so ask beside it first.
-            let probe = map(None, len, READ_WRITE, flags & !libc::MAP_FIXED)?;
-            unmap(probe.as_ptr() as usize, len)?;
-        } else {
-            flags |= libc::MAP_NORESERVE;
+        if self.is_spared(offset, len) {
+            // A device or somebody else has it.
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
         }
-        if let Err(e) = map(Some(addr), len, READ_WRITE, flags) {
+        if page <= base_page() {
+            // The reservation itself becomes writable, so that whatever fails leaves the range ours.
+            // SAFETY: the range is part of the reservation, and nobody uses it (contract).
+            if unsafe { libc::mprotect(addr.as_ptr().cast(), len, READ_WRITE) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: as above; the advice changes no contents.
+            unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+            return Ok(());
+        }
+        // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has by then
+        // unmapped the reservation on older kernels, so ask beside it first.
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
+        let flags = flags | (page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
+        let probe = map(None, len, READ_WRITE, flags)?;
+        unmap(probe.as_ptr() as usize, len)?;
+        if let Err(e) = map(Some(addr), len, READ_WRITE, flags | libc::MAP_FIXED) {
             // Somebody took the pages in between. Whether the range is still reserved is not known;
             // take it back only if it is free.
             let again = map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED_NOREPLACE);
@@ -115,10 +124,6 @@ impl Reservation {
                 self.spare(offset, len);
             }
             return Err(e);
-        }
-        if !huge {
-            // SAFETY: the range was mapped just now and is ours; the advice changes no contents.
-            unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         }
         Ok(())
     }
@@ -180,6 +185,11 @@ impl Reservation {
     /// Keeps `offset..offset + len` mapped for ever: a device may still write to it.
     pub(crate) fn leak(&self, offset: usize, len: usize) {
         self.spare(offset, len);
+    }
+
+    /// Whether any of a part was given up.
+    pub(crate) fn is_spared(&self, offset: usize, len: usize) -> bool {
+        self.spared.lock().iter().any(|&(o, l)| o < offset + len && offset < o + l)
     }
 
     fn spare(&self, offset: usize, len: usize) {
