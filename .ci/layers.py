@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "problem", "reentry", "sync", "size_class", "config", "reach"},
+    {"access", "error", "lock", "problem", "reentry", "sync", "size_class", "config", "reach"},
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "slab"},

@@ -42,6 +42,7 @@ mod access;
 mod config;
 #[cfg(not(loom))]
 mod error;
+mod lock;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]

@@ -13,8 +13,8 @@ use std::{collections::BTreeSet, io, ptr::NonNull};
 use crate::{
     access::PackedKeys,
     error::FreeError,
+    lock::Mutex,
     page_map::{PageEntry, PageMap},
-    reentry::Mutex,
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
         AtomicU32, AtomicU64, AtomicUsize,

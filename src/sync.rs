@@ -26,6 +26,25 @@ pub(crate) fn heavy_barrier() {
     atomic::fence(atomic::Ordering::SeqCst);
 }
 
+/// Sleeps while a word has this value, until woken. May return without either.
+pub(crate) fn wait_while(word: &atomic::AtomicU32, value: u32) {
+    #[cfg(not(loom))]
+    crate::sys::futex::wait(word, value);
+    // Who looks again and again sees what a sleeper is woken for.
+    #[cfg(loom)]
+    while word.load(atomic::Ordering::Relaxed) == value {
+        loom::thread::yield_now();
+    }
+}
+
+/// Wakes one of those that wait for a word.
+pub(crate) fn wake_one(word: &atomic::AtomicU32) {
+    #[cfg(not(loom))]
+    crate::sys::futex::wake_one(word);
+    #[cfg(loom)]
+    let _ = word;
+}
+
 /// Whether the kernel offers the heavy half. Registers the process for it on the first call.
 #[cfg(not(loom))]
 pub(crate) fn asymmetric_barrier_available() -> bool {

@@ -92,7 +92,7 @@ fn an_owned_handle_keeps_the_pool() {
 fn nothing_is_taken_for_nothing() {
     let pool = soft(1 << 20).build().unwrap();
     for align in [1, 8, 4096, 1 << 30] {
-        let nothing = (&pool).allocate(layout(0, align)).unwrap();
+        let nothing = pool.allocate(layout(0, align)).unwrap();
         assert_eq!((nothing.len(), nothing.cast::<u8>().as_ptr() as usize % align), (0, 0));
         // SAFETY: allocated just now with this layout; then grown and shrunk as the contract allows.
         unsafe {
