@@ -210,7 +210,7 @@ mod loom_tests {
     fn model(threads: u32) {
         let mut builder = loom::model::Builder::new();
         // Three threads that sleep and wake interleave in too many ways to try them all.
-        builder.preemption_bound = Some(3);
+        builder.preemption_bound = Some(2);
         builder.check(move || {
             let shared = Arc::new((RawLock(AtomicU32::new(FREE)), UnsafeCell::new(0)));
             let others: Vec<_> = (1..threads)
