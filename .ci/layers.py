@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "lock", "problem", "reentry", "sync", "size_class", "config", "reach"},
+    {"access", "error", "lock", "problem", "reentry", "sync", "size_class", "config", "reach", "bell"},
     {"sys"},
     {"device", "preflight"},
-    {"arena", "page_map", "slab"},
+    {"arena", "page_map", "published", "slab"},
     {"stack", "gate", "depot", "magazine", "thread", "stats"},
-    {"pool", "buf", "local", "batch"},
-    {"adapters", "doctor", "loopback"},
+    {"pool", "buf", "local", "batch", "shared"},
+    {"adapters", "doctor", "lease", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.
 ALLOWED = {

@@ -3,6 +3,8 @@
 //!
 //! `cargo run --features codec --example echo [DEVICE | --soft]`
 
+#![allow(clippy::print_stdout)]
+
 use std::error::Error;
 
 use pinpool::{

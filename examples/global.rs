@@ -3,6 +3,8 @@
 //!
 //! `cargo run --features global,loopback --example global [DEVICE | --soft]`
 
+#![allow(clippy::print_stdout)]
+
 use std::error::Error;
 
 use pinpool::{Access, Device, PinnedAlloc, Pool, RemoteBuf, loopback::Pair};

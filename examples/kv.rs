@@ -3,6 +3,8 @@
 //!
 //! `cargo run --features allocator-api2,loopback --example kv [DEVICE | --soft]`
 
+#![allow(clippy::print_stdout)]
+
 use std::error::Error;
 
 use allocator_api2::vec::Vec as PoolVec;

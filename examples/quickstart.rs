@@ -1,4 +1,6 @@
 //! A pool, a buffer, its keys. `cargo run --example quickstart [DEVICE | --soft]`
+#![allow(clippy::print_stdout)]
+
 use pinpool::{Access, Device, Pool};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,5 +1,7 @@
 //! The handle that a user holds: one block, owned, with its keys.
 
+mod rails;
+
 use std::{
     fmt,
     marker::PhantomData,
@@ -224,7 +226,7 @@ impl Buf<Remote> {
 
 impl<R> Buf<R> {
     /// The same buffer under another reach, which the caller knows to be true of it.
-    fn reached<S>(self) -> Buf<S> {
+    pub(crate) fn reached<S>(self) -> Buf<S> {
         let this = ManuallyDrop::new(self);
         let Self { entry, len, core, home, .. } = *this;
         Buf { entry, len, core, home, _owns: PhantomData }

@@ -1,7 +1,10 @@
 //! Errors: one enum an operation, each with the numbers needed to act.
 
+mod memory;
+
 use std::{fmt, io};
 
+pub use self::memory::{AdoptError, ExportError};
 use crate::{
     access::Access,
     problem::{self, Problem},
@@ -135,6 +138,48 @@ pub enum BuildError {
         /// The most that can be asked.
         max: usize,
     },
+    /// The pool would be larger than it may become.
+    #[error(
+        "max_capacity {} is less than the capacity of {} that it begins with",
+        Bytes(*asked as u64), Bytes(*capacity as u64)
+    )]
+    MaxCapacity {
+        /// Bytes that it may become.
+        asked: usize,
+        /// Bytes that it begins with.
+        capacity: usize,
+    },
+    /// More is to be left than there can be.
+    #[error(
+        "low_watermark {} is not below the {} that the pool can have at most",
+        Bytes(*asked as u64), Bytes(*max_capacity as u64)
+    )]
+    Watermark {
+        /// Bytes that were to be left.
+        asked: usize,
+        /// Bytes that there can be.
+        max_capacity: usize,
+    },
+    /// One device twice.
+    #[error("device {device} is given twice; every arena is registered once on each device")]
+    DuplicateDevice {
+        /// Its name.
+        device: String,
+    },
+    /// More devices than a pool can have.
+    #[error("{asked} devices are more than the {max} that one pool can be on")]
+    TooManyDevices {
+        /// How many were given.
+        asked: usize,
+        /// How many can be.
+        max: usize,
+    },
+    /// The thread that grows the pool could not be started.
+    #[error("the thread that is to grow the pool could not be started: {source}")]
+    Thread {
+        /// The system's errno.
+        source: io::Error,
+    },
     /// The arena size is not usable.
     #[error("arena size {} {problem}", Bytes(*asked as u64))]
     ArenaSize {
@@ -260,6 +305,12 @@ pub enum BuildError {
         /// The system's errno.
         source: io::Error,
     },
+    /// A mapping that was to be adopted is refused.
+    #[error("the mapping cannot be adopted: {0}")]
+    Adopt(#[source] AdoptError),
+    /// Memory cannot be shared, or joined.
+    #[error("{0}")]
+    Export(#[source] ExportError),
     /// The device refused an arena.
     #[error("registering arena {arena} of {arenas} failed: {source}")]
     Register {
@@ -291,7 +342,9 @@ impl BuildError {
     /// The errno behind this error, where the system or the device gave one.
     pub fn raw_os_error(&self) -> Option<i32> {
         match self {
-            Self::Reserve { source, .. } | Self::Back { source, .. } => source.raw_os_error(),
+            Self::Reserve { source, .. } | Self::Back { source, .. } | Self::Thread { source } => {
+                source.raw_os_error()
+            }
             Self::Register { source, .. } => source.raw_os_error(),
             Self::Memlock { errno, .. } | Self::Node { errno, .. } => *errno,
             _ => None,
@@ -365,6 +418,8 @@ pub struct Exhausted {
     pub block: usize,
     /// Bytes of the pool.
     pub capacity: usize,
+    /// Bytes that it may grow to.
+    pub max_capacity: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
     /// How many buffers that is.
@@ -381,7 +436,7 @@ impl fmt::Display for Exhausted {
         write!(
             f,
             "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} are not, \
-             longest free run {}. Free buffers or raise the capacity",
+             longest free run {}. ",
             b(self.asked),
             b(self.block),
             b(self.live),
@@ -389,7 +444,15 @@ impl fmt::Display for Exhausted {
             self.live_buffers,
             b(self.not_live),
             b(self.largest_free)
-        )
+        )?;
+        if self.capacity < self.max_capacity {
+            let max = b(self.max_capacity);
+            return write!(
+                f,
+                "The pool may grow to {max} and may do so now: try again later, or raise the low watermark"
+            );
+        }
+        f.write_str("Free buffers or raise the capacity")
     }
 }
 
@@ -464,5 +527,75 @@ pub enum CloseError {
         bytes: usize,
         /// The first refusal.
         first: RegisterError,
+    },
+}
+
+/// A device that a pool is not on.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "the pool is not on this device ({device}); it is on: {}. A device is known by its handle: one opened \
+     again, by the same name, is another",
+    list(known)
+)]
+#[non_exhaustive]
+pub struct UnknownDevice {
+    /// The name of the device asked about.
+    pub device: String,
+    /// The names of the devices that the pool is on.
+    pub known: Vec<String>,
+}
+
+/// Why a device was not added to a pool, or not wholly removed from it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceChangeError {
+    /// The pool is on that device already, or it is just being added.
+    #[error("the pool is on {device} already")]
+    Known {
+        /// Its name.
+        device: String,
+    },
+    /// The pool is not on that device.
+    #[error("{0}")]
+    Unknown(UnknownDevice),
+    /// It is the only one.
+    #[error("{device} is the only device that the pool is on; add another first, or drop the pool")]
+    Last {
+        /// Its name.
+        device: String,
+    },
+    /// The pool is on as many as it can be.
+    #[error("the pool is on {max} devices already, the most there can be")]
+    TooMany {
+        /// How many.
+        max: usize,
+    },
+    /// Device or limits do not permit it, or the device refused an arena. What had been registered on it is
+    /// deregistered.
+    #[error("{0}")]
+    Refused(Box<BuildError>),
+    /// The device would not let go of arenas. It is unknown to the pool all the same; the arenas' memory
+    /// stays mapped for ever.
+    #[error("{device} would not deregister {arenas} arenas ({}), which stay mapped; first: {first}", Bytes(*bytes as u64))]
+    Deregister {
+        /// Its name.
+        device: String,
+        /// How many arenas.
+        arenas: usize,
+        /// Bytes of them.
+        bytes: usize,
+        /// The first refusal.
+        first: RegisterError,
+    },
+    /// The pool came to its end before. Nothing stays registered.
+    #[error("the pool was torn down before the change was made")]
+    Closed,
+    /// This is a forked child of the process that built the pool.
+    #[error("this pool was built by process {owner}, this is process {this}")]
+    ForeignProcess {
+        /// The process that built the pool.
+        owner: u32,
+        /// The caller's.
+        this: u32,
     },
 }

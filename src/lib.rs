@@ -38,6 +38,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -68,6 +69,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -92,16 +94,28 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod shared;
 
-// Layer 6: the faces, and what looks a machine over.
+// Layer 6: the faces, what looks a machine over, and rights over single buffers.
 #[cfg(not(loom))]
 mod adapters;
 #[cfg(not(loom))]
 mod doctor;
+#[cfg(not(loom))]
+pub mod lease;
 
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
+// Without the feature it probes devices for what their windows hold, and no more.
+#[cfg(all(
+    not(loom),
+    not(feature = "loopback"),
+    any(feature = "rdma-sys", feature = "rdma-mummy-sys")
+))]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod loopback;
 
 #[cfg(not(loom))]
 pub use crate::adapters::Part;
@@ -117,18 +131,24 @@ pub use crate::{
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
-    device::Device,
+    config::{
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
+        Progress, Stage,
+    },
+    device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, ExportError, FreeError, RegisterError, UnknownDevice,
     },
+    lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::Pool,
+    pool::{DeviceChange, Pool},
     problem::Problem,
+    shared::SharedArenas,
     stats::{ClassStats, Stats},
 };
 

@@ -4,7 +4,10 @@
 mod alloc;
 mod books;
 mod core;
+mod export;
 mod free;
+mod grow;
+mod rails;
 #[cfg_attr(
     not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
     allow(dead_code)
@@ -20,6 +23,7 @@ use std::{
     sync::atomic::Ordering::{AcqRel, Relaxed},
 };
 
+pub use self::rails::DeviceChange;
 pub(crate) use self::{core::Core, reference::PoolRef};
 use crate::{
     access::{Access, Keys},
@@ -30,7 +34,7 @@ use crate::{
     error::{AllocError, BuildError, CloseError, FreeError},
     local::LocalPool,
     magazine::Place,
-    reach::{Any, OneDevice},
+    reach::{Any, OneDevice, Reach},
     size_class::MIN_BLOCK,
     stats::Stats,
     sys::limits,
@@ -78,7 +82,7 @@ impl<R> fmt::Debug for Pool<R> {
         f.debug_struct("Pool")
             .field("capacity", &self.capacity())
             .field("access", &self.access())
-            .field("arenas", &self.core().infos.len())
+            .field("max_capacity", &self.core().grower.max_capacity)
             .finish_non_exhaustive()
     }
 }
@@ -90,14 +94,16 @@ impl Pool {
     }
 }
 
-impl<R> Pool<R> {
+impl<R: Reach> Pool<R> {
     pub(crate) fn from_plan(plan: Plan) -> Result<Self, BuildError> {
-        let core = Core::build(plan)?;
+        let core = Core::build(plan, !R::ONE_DEVICE)?;
         // SAFETY: built just now, with this handle counted.
         let slot_offset = unsafe { core.as_ref() }.slot_offset;
         Ok(Self { inner: PoolRef { core, slot_offset }, _reach: PhantomData })
     }
+}
 
+impl<R> Pool<R> {
     #[inline(always)]
     pub(crate) fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
@@ -228,14 +234,14 @@ impl<R> Pool<R> {
         }
     }
 
-    /// The arenas: where each is, what it is made of, its keys, and how long it took to bring up.
-    pub fn arenas(&self) -> &[ArenaInfo] {
-        &self.core().infos
-    }
-
-    /// Bytes of all arenas.
+    /// Bytes of all arenas that there are now.
     pub fn capacity(&self) -> usize {
         self.core().slabs.capacity()
+    }
+
+    /// Bytes that the pool may grow to.
+    pub fn max_capacity(&self) -> usize {
+        self.core().grower.max_capacity
     }
 
     /// The longest buffer that this pool can ever give: one arena.
@@ -279,6 +285,14 @@ impl<R> Pool<R> {
         }
     }
 
+    /// Does what the pool's own thread does when it is woken at that time, counted from the pool's birth: growing
+    /// and shrinking as needed, and device changes. Says after how long it would be woken next, if by nothing
+    /// else. For tests, with [`Builder::growth_by_hand`].
+    #[cfg(feature = "fault")]
+    pub fn tick(&self, now: std::time::Duration) -> Option<std::time::Duration> {
+        self.core().tick(now)
+    }
+
     /// Walks all tables and panics on the first contradiction. For tests; takes every lock.
     #[cfg(any(test, feature = "fault"))]
     pub fn check(&self) {
@@ -289,6 +303,12 @@ impl<R> Pool<R> {
 }
 
 impl<R: OneDevice> Pool<R> {
+    /// The arenas that there are now, by address: where each is, what it is made of, its keys, and how long it
+    /// took to bring up.
+    pub fn arenas(&self) -> Vec<ArenaInfo> {
+        self.core().shown().map_or_else(Vec::new, |shown| shown.infos())
+    }
+
     /// The keys of the region that holds `ptr`; `None` if it does not point into this pool's arenas.
     /// Any pointer may be asked for, and none is followed. Takes no lock.
     #[inline]

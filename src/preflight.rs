@@ -14,7 +14,8 @@ use crate::{
 /// What a pool will ask of device and system.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Demand<'a> {
-    pub(crate) info: &'a DeviceInfo,
+    /// Every arena is registered on each.
+    pub(crate) infos: &'a [DeviceInfo],
     /// Each arena's length; its sum is the capacity.
     pub(crate) arenas: &'a [usize],
     /// Bytes from one arena to the next.
@@ -25,6 +26,8 @@ pub(crate) struct Demand<'a> {
     pub(crate) base_page: usize,
     /// Where pages shall come from.
     pub(crate) numa: Numa,
+    /// Whether all of it is mapped already, and will only be registered.
+    pub(crate) there: bool,
 }
 
 /// What was found.
@@ -44,20 +47,21 @@ pub(crate) struct Findings {
 /// Judges all of it.
 pub(crate) fn judge(demand: &Demand<'_>, facts: &Facts) -> Findings {
     let mut found = Findings::default();
-    let Demand { info, arenas, stride, .. } = *demand;
-    if arenas.len() as u64 > info.max_mr {
-        found.problems.push(Problem::TooManyArenas {
-            device: info.name.clone(),
-            arenas: arenas.len(),
-            arena_size: stride,
-            max_mr: info.max_mr,
-        });
+    let Demand { infos, arenas, stride, .. } = *demand;
+    found.problems.extend(infos.iter().filter_map(|i| regions(i, arenas, stride)));
+    // RDMA charges pages once a region; what is locked is locked once.
+    let mut locks = infos.iter().filter(|i| i.pinning == Pinning::Locked);
+    let pins = infos.iter().filter(|i| i.pinning == Pinning::Pinned);
+    let (bytes, times) = (sum(arenas), pins.clone().count() as u64);
+    let pinned = pins.clone().next();
+    let pinned = pinned.and_then(|i| memlock(i, bytes.saturating_mul(times), &facts.memlock));
+    found.problems.extend(pinned.or_else(|| memlock(locks.next()?, bytes, &facts.memlock)));
+    if !demand.there {
+        let nodes = Nodes::of(facts);
+        found.placement = nodes::place(demand, facts, &nodes, &mut found.problems);
+        hugepages(demand, facts, &nodes, &mut found);
+        base_pages(demand, facts, &nodes, &mut found);
     }
-    found.problems.extend(memlock(info, sum(arenas), &facts.memlock));
-    let nodes = Nodes::of(facts);
-    found.placement = nodes::place(demand, facts, &nodes, &mut found.problems);
-    hugepages(demand, facts, &nodes, &mut found);
-    base_pages(demand, facts, &nodes, &mut found);
     // One for each arena, and some for the guards beside them and the tables.
     let needed = (arenas.len() as u64).saturating_add(8);
     if let Some(limit) = facts.max_maps
@@ -66,6 +70,28 @@ pub(crate) fn judge(demand: &Demand<'_>, facts: &Facts) -> Findings {
         found.problems.push(Problem::MapCount { needed, used: facts.maps, limit });
     }
     found
+}
+
+/// Judges a device on which arenas are to be registered beside others.
+pub(crate) fn device(
+    info: &DeviceInfo,
+    arenas: &[usize],
+    stride: usize,
+    m: &Memlock,
+) -> impl Iterator<Item = Problem> + use<> {
+    let pinned = info.pinning == Pinning::Pinned;
+    let memlock = memlock(info, sum(arenas), m).filter(|_| pinned);
+    regions(info, arenas, stride).into_iter().chain(memlock)
+}
+
+/// The problem there is if a device holds too few regions.
+fn regions(info: &DeviceInfo, arenas: &[usize], stride: usize) -> Option<Problem> {
+    (arenas.len() as u64 > info.max_mr).then(|| Problem::TooManyArenas {
+        device: info.name.clone(),
+        arenas: arenas.len(),
+        arena_size: stride,
+        max_mr: info.max_mr,
+    })
 }
 
 fn sum(arenas: &[usize]) -> u64 {

@@ -239,7 +239,7 @@ fn it_judges_as_building_does() {
                 assert!(report.is_fit(), "{report}");
                 assert_eq!(pool.arenas().len(), report.pool.arenas);
                 assert_eq!(pool.capacity(), report.pool.capacity);
-                let huge = pool.arenas().iter().filter(|a| a.page_size > 64 << 10);
+                let huge = pool.arenas().into_iter().filter(|a| a.page_size > 64 << 10);
                 assert_eq!(huge.map(|a| a.len as u64).sum::<u64>(), report.pool.huge_bytes);
             }
             // Their figures may differ: free memory comes and goes.

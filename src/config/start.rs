@@ -4,7 +4,7 @@
 use parking_lot::Mutex;
 
 use super::Builder;
-use crate::{access::Access, error::BuildError};
+use crate::{access::Access, error::BuildError, reach::Reach};
 
 /// The NUMA node that the pages of a pool come from, whichever thread faults them in.
 ///
@@ -84,7 +84,7 @@ const MOST_THREADS: usize = 16;
 /// Bytes that are worth a thread.
 const PER_THREAD: usize = 64 << 20;
 
-impl Builder {
+impl<R: Reach> Builder<R> {
     /// Sets the NUMA node of all arenas; [`Numa::OfDevice`] unless set.
     pub fn numa(mut self, numa: Numa) -> Self {
         self.start.numa = numa;
@@ -119,6 +119,11 @@ impl Builder {
 }
 
 impl Wishes {
+    /// Whether pages are to lie on nodes of the user's choice.
+    pub(super) fn place(&self) -> bool {
+        matches!(self.numa, Numa::Node(_) | Numa::Interleave)
+    }
+
     /// Checks what can be checked before the first page is mapped.
     pub(super) fn plan(
         self,

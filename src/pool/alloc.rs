@@ -68,8 +68,11 @@ impl Core {
             let this = limits::process_id();
             return AllocError::ForeignProcess { owner: self.process, this };
         }
-        self.out_of_range(len, align)
-            .unwrap_or_else(|| self.exhausted(len, self.class_for(len, align)))
+        if let Some(never) = self.out_of_range(len, align) {
+            return never;
+        }
+        self.grower.refused(len);
+        self.exhausted(len, self.class_for(len, align))
     }
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
@@ -211,6 +214,7 @@ impl Core {
             asked,
             block,
             capacity: stats.capacity,
+            max_capacity: stats.max_capacity,
             live: stats.live,
             live_buffers: stats.live_buffers,
             not_live: stats.capacity - stats.live,

@@ -58,7 +58,8 @@ pub(super) fn place(
         Numa::Any => return Placement::Anywhere,
         Numa::Interleave => return Placement::Interleave(nodes.usable.clone()),
         Numa::OfDevice => {
-            let node = demand.info.numa_node.filter(usable);
+            // Of several devices on different nodes the first one's is as good as any.
+            let node = demand.infos.iter().find_map(|i| i.numa_node.filter(usable));
             return node.map_or(Placement::Anywhere, Placement::Near);
         }
         Numa::Node(node) if usable(&node) => return Placement::On(node),

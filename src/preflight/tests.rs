@@ -50,7 +50,15 @@ fn placed(facts: &Facts, numa: Numa, bytes: u64, page_sizes: &[usize]) -> Findin
     let (info, arenas) = (device(), [bytes as usize]);
     let stride = arenas[0].next_power_of_two();
     judge(
-        &Demand { info: &info, arenas: &arenas, stride, page_sizes, base_page: BASE, numa },
+        &Demand {
+            infos: &[info],
+            arenas: &arenas,
+            stride,
+            page_sizes,
+            base_page: BASE,
+            numa,
+            there: false,
+        },
         facts,
     )
 }
@@ -75,8 +83,9 @@ fn on(
 ) -> Findings {
     let arenas = vec![arena as usize; count];
     let stride = (arena as usize).next_power_of_two();
-    let (arenas, numa) = (&*arenas, Numa::OfDevice);
-    judge(&Demand { info, arenas, stride, page_sizes, base_page: BASE, numa }, facts)
+    let (arenas, numa, there) = (&*arenas, Numa::OfDevice, false);
+    let infos = std::slice::from_ref(info);
+    judge(&Demand { infos, arenas, stride, page_sizes, base_page: BASE, numa, there }, facts)
 }
 
 fn kinds(problems: &[Problem]) -> Vec<&'static str> {
@@ -194,6 +203,29 @@ fn more_than_all_memory_is_a_problem_more_than_is_available_a_note() {
     let m = machine();
     assert_eq!(kinds(&found(&m, 13 * GIB, 1, &[BASE]).notes), ["memory"]);
     assert_eq!(kinds(&found(&m, 17 * GIB, 1, &[BASE]).problems), ["memory"]);
+}
+
+#[test]
+fn every_device_counts() {
+    let mut m = machine();
+    m.memlock.exempt = false;
+    m.memlock.soft = 8 * MIB;
+    let mut few = device();
+    few.max_mr = 1;
+    let (two, arenas) = ([device(), few], [2 << 20, 2 << 20]);
+    let on = |infos: &[DeviceInfo], m: &Facts| {
+        let (arenas, page_sizes, numa) = (&arenas, &[BASE], Numa::OfDevice);
+        let (stride, base_page) = (2 << 20, BASE);
+        judge(&Demand { infos, arenas, stride, page_sizes, base_page, numa, there: false }, m)
+            .problems
+    };
+    assert!(on(&two[..1], &m).is_empty());
+    assert_eq!(kinds(&on(&two, &m)), ["too_many_arenas"], "twice 4 MiB is all there may be");
+    m.memlock.pinned = 1;
+    assert!(on(&two[..1], &m).is_empty());
+    let found = on(&two, &m);
+    assert_eq!(kinds(&found), ["too_many_arenas", "memlock"]);
+    assert!(matches!(found[1], Problem::Memlock { asked, .. } if asked == 8 * MIB), "{found:?}");
 }
 
 #[test]
