@@ -22,11 +22,11 @@ use std::{
 #[cfg(not(loom))]
 use crate::reentry::{Mark, enter};
 use crate::sync::{
+    Sleepers,
     atomic::{
         AtomicU32,
         Ordering::{Acquire, Relaxed, Release},
     },
-    wait_while, wake_one,
 };
 
 const FREE: u32 = 0;
@@ -38,18 +38,26 @@ const SPINS: u32 = if cfg!(loom) { 1 } else { 100 };
 
 /// The state, without what it protects.
 #[derive(Debug)]
-struct RawLock(AtomicU32);
+struct RawLock {
+    state: AtomicU32,
+    sleepers: Sleepers,
+}
 
 impl RawLock {
     #[cfg(not(loom))]
     const fn new() -> Self {
-        Self(AtomicU32::new(FREE))
+        Self { state: AtomicU32::new(FREE), sleepers: Sleepers }
+    }
+
+    #[cfg(loom)]
+    fn new() -> Self {
+        Self { state: AtomicU32::new(FREE), sleepers: Sleepers::new() }
     }
 
     #[inline]
     fn try_lock(&self) -> bool {
         // Acquire pairs with the Release in `unlock`.
-        self.0.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok()
+        self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok()
     }
 
     #[inline]
@@ -62,7 +70,7 @@ impl RawLock {
     #[cold]
     fn lock_slow(&self) {
         for _ in 0..SPINS {
-            match self.0.load(Relaxed) {
+            match self.state.load(Relaxed) {
                 FREE if self.try_lock() => return,
                 CONTENDED => break,
                 _ => std::hint::spin_loop(),
@@ -70,8 +78,8 @@ impl RawLock {
         }
         // Whoever gets it this way cannot know whether others wait, and leaves it contended. Acquire as in
         // `try_lock`.
-        while self.0.swap(CONTENDED, Acquire) != FREE {
-            wait_while(&self.0, CONTENDED);
+        while self.state.swap(CONTENDED, Acquire) != FREE {
+            self.sleepers.wait(&self.state, CONTENDED);
         }
     }
 
@@ -79,8 +87,8 @@ impl RawLock {
     #[inline]
     fn unlock(&self) {
         // Pairs with the Acquires above: what was done under the lock is seen under the next.
-        if self.0.swap(FREE, Release) == CONTENDED {
-            wake_one(&self.0);
+        if self.state.swap(FREE, Release) == CONTENDED {
+            self.sleepers.wake_one(&self.state);
         }
     }
 }
@@ -212,7 +220,7 @@ mod loom_tests {
         // Three threads that sleep and wake interleave in too many ways to try them all.
         builder.preemption_bound = Some(2);
         builder.check(move || {
-            let shared = Arc::new((RawLock(AtomicU32::new(FREE)), UnsafeCell::new(0)));
+            let shared = Arc::new((RawLock::new(), UnsafeCell::new(0)));
             let others: Vec<_> = (1..threads)
                 .map(|_| {
                     let shared = shared.clone();
