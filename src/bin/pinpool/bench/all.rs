@@ -13,7 +13,7 @@ use crate::cli::{DeviceArgs, Failure};
 
 pub(super) const NAME: &str = "all";
 
-/// Run every bench with its defaults, one after the other, and report them together.
+/// Run every bench with its defaults, one after the other, and report them together
 #[derive(clap::Args)]
 struct Args {
     #[command(flatten)]

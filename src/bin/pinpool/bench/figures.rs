@@ -51,7 +51,8 @@ impl Unit {
     pub(crate) fn show(self, value: f64) -> String {
         match self {
             Self::Time => show_ns(value),
-            Self::TimePerByte => format!("{} ns/byte", digits(value)),
+            Self::TimePerByte if value < 0.9995 => format!("{} ns/byte", digits(value)),
+            Self::TimePerByte => format!("{}/byte", show_ns(value)),
             Self::Rate => format!("{}/s", short(value)),
             Self::Share => format!("{:.1} %", value * 100.0),
         }
@@ -263,6 +264,7 @@ mod tests {
         for (unit, value, text) in [
             (Unit::Time, 1234.0, "1.23 µs"),
             (Unit::TimePerByte, 0.01234, "0.0123 ns/byte"),
+            (Unit::TimePerByte, 1234.0, "1.23 µs/byte"),
             (Unit::Rate, 1234.0, "1 234/s"),
             (Unit::Rate, 123_456.0, "123 k/s"),
             (Unit::Rate, 1_234_567.0, "1.23 M/s"),

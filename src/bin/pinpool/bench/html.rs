@@ -4,7 +4,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::{
     compare::Comparison,
-    figures::{Panel, Section},
+    figures::{Panel, Point, Section},
     output,
 };
 
@@ -15,7 +15,7 @@ svg{max-width:100%;height:auto;border:1px solid #e4e4e4}\
 .table{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}\
 th,td{padding:.25em .8em;text-align:right;white-space:nowrap;border-bottom:1px solid #eee}\
 th:first-child,td:first-child{text-align:left}thead th{border-bottom:1px solid #999}\
-td small{display:block;color:#777}.place,.note{color:#666}.bad{color:#b3001b;font-weight:600}\
+td small,th small{display:block;color:#777;font-weight:400}.place,.note{color:#666}.bad{color:#b3001b;font-weight:600}\
 pre{background:#f6f6f6;padding:1em;overflow-x:auto;font-size:13px;line-height:1.35}";
 
 /// Sections with their panels' pictures; `missing` did not run, or not yet.
@@ -91,15 +91,28 @@ fn part(section: &Section, plots: &[(&Panel, String)]) -> Markup {
     }
 }
 
-/// Contenders by places: medians, and below each the least and the 99th percentile or the most.
+/// Contenders by places: medians, and below each its spread.
 fn table(panel: &Panel) -> Markup {
     let places = panel.places();
+    let show = |v| panel.unit.show(v);
+    let has = |part: fn(&Point) -> Option<f64>| panel.points.iter().any(|p| part(p).is_some());
+    let below: &[(&str, fn(&Point) -> Option<f64>)] = match () {
+        () if has(|p| p.p999) => &[("min", |p| p.min), ("p99", |p| p.p99), ("p99.9", |p| p.p999)],
+        () if has(|p| p.p99) => &[("min", |p| p.min), ("p99", |p| p.p99)],
+        () if has(|p| p.min) => &[("min", |p| p.min), ("max", |p| p.max)],
+        () => &[],
+    };
     html! {
         div.table {
             table {
                 thead {
                     tr {
-                        th { "median" br; small { "min … p99, or max" } }
+                        th {
+                            "median"
+                            @for (name, _) in below {
+                                small { (name) }
+                            }
+                        }
                         @for &place in &places {
                             th { (panel.axis.show(place)) }
                         }
@@ -113,9 +126,8 @@ fn table(panel: &Panel) -> Markup {
                                 td {
                                     @if let Some(point) = panel.at(name, place) {
                                         (panel.unit.show(point.median))
-                                        @let (min, max) = point.range();
-                                        @if point.min.is_some() {
-                                            small { (panel.unit.show(min)) " … " (panel.unit.show(max)) }
+                                        @for (_, part) in below {
+                                            small { (part(point).map_or("–".to_owned(), show)) }
                                         }
                                     }
                                 }

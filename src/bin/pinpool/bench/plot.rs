@@ -152,7 +152,7 @@ fn draw_lines(area: &Area<'_>, panel: &Panel) -> Done {
     let places = panel.places();
     let bars = contenders.len() <= MOST_BARS;
     let (width, height) = area.dim_in_pixel();
-    let (left, right) = (96, width as i32 - LEGEND - 20);
+    let (left, right) = (110, width as i32 - LEGEND - 20);
     let (top, bottom) = (8, height as i32 - 44);
     let x = Scale::of_places(&places, (left + 30, right - 30));
     let y = Scale::of_values(extent(panel, bars), panel.unit, (bottom, top));
@@ -171,7 +171,8 @@ fn draw_lines(area: &Area<'_>, panel: &Panel) -> Done {
     write(area, panel.axis.title(), ((left + right) / 2, bottom + 24), 12.0, PALE, HPos::Center)?;
     let looks = looks(&contenders);
     let n = contenders.len() as i32;
-    for (i, (name, look)) in contenders.iter().zip(&looks).enumerate() {
+    // The first come last, and so to lie on top: the pool is among them.
+    for (i, (name, look)) in contenders.iter().zip(&looks).enumerate().rev() {
         let points: Vec<&Point> = places.iter().filter_map(|&p| panel.at(name, p)).collect();
         let at = |p: &Point| (x.map(p.x), y.map(p.median));
         line(area, points.iter().map(|p| at(p)).collect(), look.colour, look.width)?;

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
-/// Compare messages from pool buffers with messages that register their buffers.
+/// Compare messages from pool buffers with messages that register theirs
 ///
 /// RC messages from one queue pair of the device to another, one at a time: pool buffers, register-
 /// per-message, a registration cache, and copying through one registered bounce buffer.

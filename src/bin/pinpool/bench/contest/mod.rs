@@ -2,34 +2,34 @@
 //!
 //! `run` goes case by case. It sets the case up for every contender and checks each; then all take turns,
 //! one repetition at a time, the first one changing, so that what disturbs the machine meets them alike.
-//! This module knows nothing of command lines: the program and `cargo bench` both have it.
+//! This module knows nothing of command lines: the program and the benches of `cargo bench` all have it.
 
-mod batch;
-mod bed;
+pub(crate) mod batch;
+pub(crate) mod bed;
 mod build;
 mod burst;
-mod check;
-mod churn;
+pub(crate) mod check;
+pub(crate) mod churn;
 mod clock;
-mod contender;
-mod cpu;
+pub(crate) mod contender;
+pub(crate) mod cpu;
 mod fill;
 mod floor;
 mod general;
 mod handoff;
 mod keys_of;
-mod measure;
+pub(crate) mod measure;
 mod opaque;
-mod pair;
+pub(crate) mod pair;
 mod pools;
 mod queues;
 pub(crate) mod random;
-mod registry;
+pub(crate) mod registry;
 mod report;
 mod ring;
 #[cfg(feature = "rivals")]
 mod ruapc;
-mod spec;
+pub(crate) mod spec;
 mod threads;
 mod worker;
 

@@ -110,9 +110,13 @@ struct Own {
 
 impl Own {
     fn choose(&mut self) {
-        let Self { buffers, stride, random, .. } = self;
-        // Senders' buffers first, receivers' after them.
-        self.chosen = [0, *buffers].map(|first| (first + random.below(*buffers)) * *stride);
+        let buffers = [(); 2].map(|()| self.random.below(self.buffers));
+        self.chosen = self.offsets(buffers);
+    }
+
+    /// Where a sender's and a receiver's buffer begin; the senders' lie first, the receivers' after them.
+    fn offsets(&self, [from, into]: [usize; 2]) -> [usize; 2] {
+        [from, self.buffers + into].map(|buffer| buffer * self.stride)
     }
 
     fn end(&mut self, end: usize) -> &mut [u8] {
@@ -222,8 +226,8 @@ impl Way for Cached {
     fn begin(&mut self, len: usize) -> Result<(), String> {
         self.end()?;
         self.own.len = len;
-        for _ in 0..2 * self.own.buffers {
-            self.own.choose();
+        for buffer in 0..self.own.buffers {
+            self.own.chosen = self.own.offsets([buffer; 2]);
             self.ready(len)?;
         }
         (self.cache.hits, self.cache.look_ups) = (0, 0);
