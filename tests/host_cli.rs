@@ -51,6 +51,7 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&["bench", "startup", "--soft", "--reps", "0"], "--reps"),
         (&["bench", "transfer", "--soft", "--sizes", "5000"], "in whole 4 KiB"),
         (&["bench", "transfer", "--soft", "--sizes", "17M"], "4 KiB to 16 MiB"),
+        (&["bench", "transfer", "--soft", "--receive", "64K"], "--receive"),
         (&["bench", "transfer", "--soft", "--cached", "1"], "--cached"),
         (&["bench", "transfer", "--soft", "--buffers", "0"], "--buffers"),
         (&["bench", "all", "--soft", "--device", "rxe0"], "--soft"),
@@ -284,7 +285,8 @@ fn the_transfer_bench_compares_four_ways_of_registering() {
 fn failed_messages_are_counted_and_not_timed() {
     // Enough for the pool and the bounce buffer, and for nothing that is registered beside them.
     let args = ["bench", "transfer", "--soft", "--json", "--sizes", "256K", "--row-seconds", "0"];
-    let mut command = pinpool(&[&args[..], &["--buffers", "2", "--cached", "4"]].concat());
+    let few = ["--receive", "256K", "--buffers", "2", "--cached", "4"];
+    let mut command = pinpool(&[&args[..], &few].concat());
     limit_memlock(&mut command, (2 << 20) + (2 << 20) + (384 << 10));
     let left = Left::from(command.output().expect("run"));
     assert_eq!(left.code, Some(1), "{}", left.stderr);

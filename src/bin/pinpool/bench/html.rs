@@ -91,12 +91,15 @@ fn part(section: &Section, plots: &[(&Panel, String)]) -> Markup {
     }
 }
 
+/// A part of a point, and its name.
+type Part = (&'static str, fn(&Point) -> Option<f64>);
+
 /// Contenders by places: medians, and below each its spread.
 fn table(panel: &Panel) -> Markup {
     let places = panel.places();
     let show = |v| panel.unit.show(v);
     let has = |part: fn(&Point) -> Option<f64>| panel.points.iter().any(|p| part(p).is_some());
-    let below: &[(&str, fn(&Point) -> Option<f64>)] = match () {
+    let below: &[Part] = match () {
         () if has(|p| p.p999) => &[("min", |p| p.min), ("p99", |p| p.p99), ("p99.9", |p| p.p999)],
         () if has(|p| p.p99) => &[("min", |p| p.min), ("p99", |p| p.p99)],
         () if has(|p| p.min) => &[("min", |p| p.min), ("max", |p| p.max)],

@@ -140,11 +140,14 @@ fn line(area: &Area<'_>, points: Vec<(i32, i32)>, colour: RGBColor, width: u32) 
     Ok(())
 }
 
-/// From the least to the most of all points.
+/// From the least to the most of all points; the least above nothing, which no logarithmic axis has.
 fn extent(panel: &Panel, with_bars: bool) -> (f64, f64) {
-    let ranges =
-        panel.points.iter().map(|p| if with_bars { p.range() } else { (p.median, p.median) });
-    ranges.fold((f64::INFINITY, 0.0), |(least, most), (min, max)| (least.min(min), most.max(max)))
+    let ends = panel.points.iter().flat_map(|p| {
+        let (min, max) = if with_bars { p.range() } else { (p.median, p.median) };
+        [min, p.median, max]
+    });
+    let above = ends.filter(|v| *v > 0.0 && v.is_finite());
+    above.fold((f64::INFINITY, 0.0), |(least, most), v| (least.min(v), f64::max(most, v)))
 }
 
 fn draw_lines(area: &Area<'_>, panel: &Panel) -> Done {
@@ -259,4 +262,19 @@ fn draw_dots(area: &Area<'_>, panel: &Panel) -> Done {
         write(area, &figure, (WIDTH as i32 - 20, y - 8), 12.5, INK, HPos::Right)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::figures::Axis;
+
+    #[test]
+    fn a_figure_of_nothing_does_not_push_the_others_off_the_plot() {
+        let mut low = Point::single("a", 1.0, 5.0);
+        low.min = Some(0.0);
+        let points = vec![low, Point::single("a", 2.0, 400.0)];
+        let panel = Panel::new("cpu", "", Unit::TimePerByte, Axis::Bytes, points);
+        assert_eq!(extent(&panel, true), (5.0, 400.0));
+    }
 }

@@ -39,6 +39,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE,..", value_delimiter = ',', value_parser = parse_size)]
     #[arg(default_value = "4K,16K,64K,256K,1M")]
     sizes: Vec<usize>,
+    /// Bytes of each buffer that receives: the longest message that may come [default: 1M, or the largest
+    /// of --sizes]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    receive: Option<usize>,
     /// Seconds that each size takes, once each way had 21 turns [default: 6, with --quick 0.8 and 7]
     #[arg(long, value_name = "SECONDS", value_parser = report::parse_seconds)]
     row_seconds: Option<f64>,
@@ -58,18 +62,20 @@ pub(crate) struct Args {
 const METHOD: &str = "\
 Method: One thread sends a message from one queue pair to another of the same device, and waits until \
 both ends have their completions; then comes the next (one message at a time). Each end needs a \
-registered buffer. pool: both are taken from the pool and freed. register-per-message: both of the \
-application's buffers are registered, and deregistered after it. registration-cache: both are looked \
-up, least recently used ranges give way. bounce-buffer: the message is copied into, and out of, one \
-buffer that was registered at the start. Timed is what a message costs: getting ready, copying, \
+registered buffer: the sender's is as long as the message, the receiver's as long as the longest one \
+(--receive), for a receive is posted before anybody knows what will come. pool: both are taken from the \
+pool and freed. register-per-message: both of the application's buffers are registered, and deregistered \
+after it. registration-cache: both are looked up, least recently used ranges give way. bounce-buffer: the \
+message is copied into, and out of, one buffer that was registered at the start. Timed is what a message costs: getting ready, copying, \
 sending, giving back; not timed are writing the message into the application's buffer and comparing \
 every byte of it where it arrives. The ways take turns of some 10 ms, the first one changing, and the \
 first message of a turn is not counted. A rate is a turn's messages through their time, and the median \
 over turns is shown; percentiles are over all messages; processor time is that of this process while the \
 clock runs. All buffers lie on pages of one kind, mapped and faulted in beforehand.
 
-Bias: Each message takes one of the application's buffers at random (--buffers at each end), and the \
-cache holds fewer ranges (--cached): its hits are shown. With all hits it costs a look-up and is as \
+Bias: Receive buffers that are longer than what comes cost the one that registers them; with --receive as \
+short as the message they do not. Each message takes one of the application's buffers at random (--buffers \
+at each end), and the cache holds half of these ranges (--cached): its hits are shown. With all hits it costs a look-up and is as \
 fast as the pool; what it costs otherwise is written in its source: it does not learn of unmapped \
 memory, pins what is no longer used, and has no lock here. One message at a time shows all of a \
 registration's time; with many under way a part of it is hidden behind others. The wait polls, so that \
@@ -177,8 +183,7 @@ struct Run {
     seconds: f64,
     least_rounds: usize,
     rows: Vec<Row>,
-    cached: usize,
-    buffers: usize,
+    needs: Needs,
 }
 
 impl Run {
@@ -187,8 +192,18 @@ impl Run {
         let mut sizes = args.sizes.clone();
         sizes.sort_unstable();
         sizes.dedup();
+        let largest = sizes.last().copied().unwrap_or(GRANULE);
+        let longest = args.receive.unwrap_or(largest.max(1 << 20));
+        if longest < largest {
+            let sizes = [largest, longest].map(show_bytes);
+            let why = format!(
+                "a message of {} needs --receive to be no less; it is {}",
+                sizes[0], sizes[1]
+            );
+            return Err(Failure::Usage(why));
+        }
         let needs = Needs {
-            largest: sizes.last().copied().unwrap_or(GRANULE),
+            longest,
             buffers: args.buffers as usize,
             cached: args.cached as usize,
             pages: args.pages.pages(),
@@ -198,13 +213,12 @@ impl Run {
             ways: Ways::build(device, &needs).map_err(Failure::Failed)?,
             peer: Peer::connect(device).map_err(Failure::Failed)?,
             watch: Stopwatch::new(),
-            message: template(needs.largest),
+            message: template(largest),
             number: 0,
             seconds: args.row_seconds.unwrap_or(if quick { 0.8 } else { 6.0 }),
             least_rounds: if quick { 7 } else { 21 },
             rows: Vec::new(),
-            cached: needs.cached,
-            buffers: needs.buffers,
+            needs,
         };
         let mut progress = Progress::new(sizes.len());
         for bytes in sizes {
@@ -308,7 +322,8 @@ impl Run {
 
     /// Takes everything down and gathers what is to be said.
     fn outcome(self) -> Outcome {
-        let Self { device, ways: Ways { ways, pool, counts }, peer, seconds, rows, .. } = self;
+        let Self { device, ways: Ways { ways, pool, counts }, peer, seconds, rows, needs, .. } =
+            self;
         let page_size = pool.arenas().iter().map(|a| a.page_size).min().unwrap_or(0);
         drop(peer);
         drop(ways);
@@ -324,8 +339,7 @@ impl Run {
             environment: Environment::read(),
             page_size,
             seconds,
-            buffers: self.buffers,
-            cached: self.cached,
+            needs,
             rows,
             failures,
         }

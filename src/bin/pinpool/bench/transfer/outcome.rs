@@ -3,6 +3,7 @@
 use pinpool::device::DeviceInfo;
 use serde_json::{Map, Value, json};
 
+use super::ways::Needs;
 use crate::{
     bench::{
         device::show_pages,
@@ -74,8 +75,7 @@ pub(super) struct Outcome {
     pub(super) environment: Environment,
     pub(super) page_size: usize,
     pub(super) seconds: f64,
-    pub(super) buffers: usize,
-    pub(super) cached: usize,
+    pub(super) needs: Needs,
     pub(super) rows: Vec<Row>,
     pub(super) failures: Vec<String>,
 }
@@ -92,8 +92,9 @@ impl Outcome {
             "cpus": self.environment.cpus,
             "page_size": self.page_size,
             "row_seconds": self.seconds,
-            "buffers": self.buffers,
-            "cached": self.cached,
+            "receive_bytes": self.needs.longest,
+            "buffers": self.needs.buffers,
+            "cached": self.needs.cached,
             "rows": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
             "failures": self.failures,
         })
@@ -118,15 +119,17 @@ impl Outcome {
         self.rows.iter().for_each(|row| table.row(self.cells(row)));
         format!(
             "device  {} ({})\nkernel  {}\ncpu     {} × {}\npages   {}\n\n{table}\n\
-             one message at a time; rates and CPU are medians of turns; every byte compared; {} buffers at each end, {} ranges cached",
+             one message at a time; rates and CPU are medians of turns; every byte compared;\n\
+             received into {}; {} buffers at each end, {} ranges cached",
             info.name,
             info.transport,
             env.kernel,
             env.cpus,
             env.cpu,
             show_pages(self.page_size, env.thp.as_ref()),
-            self.buffers,
-            self.cached,
+            show_bytes(self.needs.longest),
+            self.needs.buffers,
+            self.needs.cached,
         )
     }
 

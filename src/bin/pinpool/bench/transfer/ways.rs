@@ -3,6 +3,9 @@
 //! The software device and a NIC alike reach memory by keys alone, so a way is a matter of who registers
 //! when: the pool once for ever, the next one for each message, the cache now and then; the last registers
 //! one buffer and copies.
+//!
+//! Who sends knows how long the message is. Who receives does not when it posts its buffer, which is
+//! therefore as long as the longest message.
 
 use pinpool::{Access, Buf, Device, LKey, Pages, Pool, RKey, Sge, device::Registration};
 
@@ -62,6 +65,7 @@ pub(super) trait Way {
 /// Both ends' buffers come from the pool, in which the application writes and reads its messages.
 struct FromPool {
     pool: Pool,
+    room: usize,
     ends: Option<[Buf; 2]>,
 }
 
@@ -71,8 +75,8 @@ impl Way for FromPool {
     }
 
     fn ready(&mut self, len: usize) -> Result<(), String> {
-        let alloc = || self.pool.alloc(len).map_err(|e| e.to_string());
-        self.ends = Some([alloc()?, alloc()?]);
+        let alloc = |len| self.pool.alloc(len).map_err(|e| e.to_string());
+        self.ends = Some([alloc(len)?, alloc(self.room)?]);
         Ok(())
     }
 
@@ -101,7 +105,9 @@ impl Way for FromPool {
 struct Own {
     memory: AppMemory,
     buffers: usize,
-    stride: usize,
+    /// Bytes of each buffer.
+    room: usize,
+    /// Bytes of each message.
     len: usize,
     /// Offsets of the two buffers of this message.
     chosen: [usize; 2],
@@ -116,9 +122,15 @@ impl Own {
 
     /// Where a sender's and a receiver's buffer begin; the senders' lie first, the receivers' after them.
     fn offsets(&self, [from, into]: [usize; 2]) -> [usize; 2] {
-        [from, self.buffers + into].map(|buffer| buffer * self.stride)
+        [from, self.buffers + into].map(|buffer| buffer * self.room)
     }
 
+    /// What is registered of a sender's and of a receiver's buffer.
+    fn registered(&self) -> [usize; 2] {
+        [self.len, self.room]
+    }
+
+    /// The message in a chosen buffer.
     fn end(&mut self, end: usize) -> &mut [u8] {
         let (offset, len) = (self.chosen[end], self.len);
         &mut self.memory.bytes_mut()[offset..][..len]
@@ -126,7 +138,7 @@ impl Own {
 
     fn sge(&self, end: usize, lkey: LKey) -> Sge {
         let addr = self.memory.bytes()[self.chosen[end]..].as_ptr() as u64;
-        Sge { addr, length: self.len as u32, lkey }
+        Sge { addr, length: self.registered()[end] as u32, lkey }
     }
 
     /// Sends from one chosen buffer to the other.
@@ -162,8 +174,9 @@ impl Way for PerMessage {
         self.own.choose();
     }
 
-    fn ready(&mut self, len: usize) -> Result<(), String> {
-        for (made, offset) in self.made.iter_mut().zip(self.own.chosen) {
+    fn ready(&mut self, _: usize) -> Result<(), String> {
+        let lens = self.own.registered();
+        for ((made, offset), len) in self.made.iter_mut().zip(self.own.chosen).zip(lens) {
             // SAFETY: `done` deregisters it.
             let done = unsafe { self.own.memory.register(&self.registrar, offset, len) };
             *made = Some(done.map_err(|e| e.to_string())?);
@@ -211,7 +224,8 @@ struct Cached {
 }
 
 impl Cached {
-    fn look_up(&mut self, end: usize, len: usize) -> Result<(LKey, RKey), String> {
+    fn look_up(&mut self, end: usize) -> Result<(LKey, RKey), String> {
+        let len = self.own.registered()[end];
         let Own { memory, chosen, .. } = &mut self.own;
         self.cache.keys(memory, chosen[end], len).map_err(|e| e.to_string())
     }
@@ -238,8 +252,8 @@ impl Way for Cached {
         self.own.choose();
     }
 
-    fn ready(&mut self, len: usize) -> Result<(), String> {
-        self.keys = Some([self.look_up(0, len)?, self.look_up(1, len)?]);
+    fn ready(&mut self, _: usize) -> Result<(), String> {
+        self.keys = Some([self.look_up(0)?, self.look_up(1)?]);
         Ok(())
     }
 
@@ -316,8 +330,8 @@ impl Way for Bounce {
         let len = self.own.len;
         let half = self.bounce.len() / 2;
         self.bounce[..len].copy_from_slice(self.own.end(0));
-        let part = |at: usize| self.bounce.sge_range(at, len as u32);
-        let (Some(from), Some(into)) = (part(0), part(half)) else {
+        let part = |at: usize, len: usize| self.bounce.sge_range(at, len as u32);
+        let (Some(from), Some(into)) = (part(0, len), part(half, half)) else {
             return Err("the message is longer than the bounce buffer".to_owned());
         };
         let rkey = self.bounce.keys().rkey.ok_or("the bounce buffer has no rkey")?;
@@ -334,8 +348,8 @@ impl Way for Bounce {
 
 /// What the ways are made for.
 pub(super) struct Needs {
-    /// The longest message.
-    pub(super) largest: usize,
+    /// Bytes of each buffer that receives.
+    pub(super) longest: usize,
     /// The application's buffers at each end.
     pub(super) buffers: usize,
     /// Ranges in the registration cache.
@@ -356,7 +370,7 @@ impl Ways {
     pub(super) fn build(device: &Device, needs: &Needs) -> Result<Self, String> {
         let counts = [Counting::new(device), Counting::new(device)];
         let [of_pool, of_others] = &counts;
-        let Needs { largest, buffers, cached, pages } = *needs;
+        let Needs { longest, buffers, cached, pages } = *needs;
         let pool = |registrar: &Counting, bytes: usize| {
             Pool::builder()
                 .device(Device::custom(registrar.clone()))
@@ -367,22 +381,22 @@ impl Ways {
                 .map_err(|e| e.to_string())
         };
         let own = |seed| -> Result<Own, String> {
-            let memory = AppMemory::new(2 * buffers * largest, pages, ACCESS);
+            let memory = AppMemory::new(2 * buffers * longest, pages, ACCESS);
             Ok(Own {
                 memory: memory.map_err(|e| e.to_string())?,
                 buffers,
-                stride: largest,
+                room: longest,
                 len: 0,
                 chosen: [0; 2],
                 random: Random::new(seed),
             })
         };
-        // Room for what a thread keeps at hand beside what is out.
-        let shared = pool(of_pool, 8 * largest)?;
-        let bounce = pool(of_others, 2 * largest)?;
-        let bounce = bounce.alloc(2 * largest).map_err(|e| e.to_string())?;
+        // As much as the application has, and room for what a thread keeps at hand beside what is out.
+        let shared = pool(of_pool, (2 * buffers).max(8) * longest)?;
+        let bounce = pool(of_others, 2 * longest)?;
+        let bounce = bounce.alloc(2 * longest).map_err(|e| e.to_string())?;
         let ways: Vec<Box<dyn Way>> = vec![
-            Box::new(FromPool { pool: shared.clone(), ends: None }),
+            Box::new(FromPool { pool: shared.clone(), room: longest, ends: None }),
             Box::new(PerMessage { own: own(11)?, registrar: of_others.clone(), made: [None; 2] }),
             Box::new(Cached {
                 own: own(11)?,
