@@ -1,13 +1,15 @@
 //! Many buffers of one length at once, for filling a receive queue.
 
-use std::{fmt, ptr::NonNull};
+use std::{fmt, marker::PhantomData, ptr::NonNull};
 
 use crate::{
     access::Sge,
     buf::Buf,
-    error::AllocError,
+    device::Device,
+    error::{AllocError, UnknownDevice},
     magazine::{Place, ThreadGate},
     pool::{Pool, PoolRef},
+    reach::{Any, OneDevice, Rails},
     size_class::{self, MAX_BLOCK, SPAN_CLASS},
     slab::Entry,
     thread,
@@ -29,24 +31,26 @@ use crate::{
 /// pool.free_many(&mut batch);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct Batch {
+pub struct Batch<R = Any> {
     entries: Vec<Entry>,
     /// Whose the entries are; meaningful while there are any.
     pool: PoolRef,
     len: usize,
     place: Place,
+    _reach: PhantomData<R>,
 }
 
 // SAFETY: it owns its blocks as a `Buf` owns one, and what else it holds are numbers.
-unsafe impl Send for Batch {}
+unsafe impl<R> Send for Batch<R> {}
 // SAFETY: `&Batch` only reads.
-unsafe impl Sync for Batch {}
+unsafe impl<R> Sync for Batch<R> {}
 
-impl Batch {
+impl<R> Batch<R> {
     /// Makes an empty batch with room for `n` buffers; at least one, at most 2^20.
     pub fn with_capacity(n: usize) -> Self {
         let pool = PoolRef { core: NonNull::dangling(), slot_offset: 0 };
-        Self { entries: Vec::with_capacity(n.clamp(1, 1 << 20)), pool, len: 0, place: Place::of(0) }
+        let entries = Vec::with_capacity(n.clamp(1, 1 << 20));
+        Self { entries, pool, len: 0, place: Place::of(0), _reach: PhantomData }
     }
 
     /// How many buffers it holds.
@@ -72,7 +76,7 @@ impl Batch {
     #[inline]
     pub(crate) fn refill(
         &mut self,
-        pool: &Pool,
+        pool: &Pool<R>,
         len: usize,
         n: usize,
     ) -> Result<usize, AllocError> {
@@ -100,7 +104,7 @@ impl Batch {
     #[inline(never)]
     fn refill_slow(
         &mut self,
-        pool: &Pool,
+        pool: &Pool<R>,
         len: usize,
         n: usize,
         mut got: usize,
@@ -114,7 +118,7 @@ impl Batch {
                     } else if place != self.place {
                         // The last of a full pool may be of another class (a larger block, single pages),
                         // and a batch has one: it takes no more here.
-                        drop(Buf::new(self.pool, entry, len, place));
+                        drop(Buf::<R>::new(self.pool, entry, len, place));
                         if got == 0 {
                             return Err(AllocError::BatchMixed { held: self.entries.len(), len });
                         }
@@ -134,20 +138,9 @@ impl Batch {
     }
 
     /// Takes one buffer out.
-    pub fn pop(&mut self) -> Option<Buf> {
+    pub fn pop(&mut self) -> Option<Buf<R>> {
         let entry = self.entries.pop()?;
         Some(Buf::new(self.pool, entry, self.len, self.place))
-    }
-
-    /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
-    /// to first.
-    pub fn sges(&self) -> impl ExactSizeIterator<Item = Sge> + '_ {
-        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
-        self.entries.iter().map(move |e| {
-            // SAFETY: an entry is here, so its core is alive.
-            let addr = unsafe { self.pool.core.as_ref() }.wire_addr(e.ptr);
-            Sge { addr, length, lkey: e.keys.lkey() }
-        })
     }
 
     /// Gives all buffers back.
@@ -179,13 +172,52 @@ impl Batch {
     }
 }
 
-impl Drop for Batch {
+impl<R: OneDevice> Batch<R> {
+    /// The scatter-gather elements of all buffers, in the order that [`pop`](Batch::pop) takes them last
+    /// to first.
+    pub fn sges(&self) -> impl ExactSizeIterator<Item = Sge> + '_ {
+        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
+        self.entries.iter().map(move |e| {
+            // SAFETY: an entry is here, so its core is alive.
+            let addr = unsafe { self.pool.core.as_ref() }.wire_addr(e.ptr);
+            Sge { addr, length, lkey: e.keys.lkey() }
+        })
+    }
+}
+
+impl Batch<Rails> {
+    /// Writes the scatter-gather elements of all buffers on one device to `out`, in place of what it held, in
+    /// the order that [`pop`](Batch::pop) takes them last to first.
+    ///
+    /// # Errors
+    /// [`UnknownDevice`] if the pool is not, or no longer, on that device; `out` is then empty.
+    pub fn sges_on(&self, device: &Device, out: &mut Vec<Sge>) -> Result<(), UnknownDevice> {
+        out.clear();
+        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
+        for entry in &self.entries {
+            // SAFETY: an entry is here, so its core is alive.
+            let core = unsafe { self.pool.core.as_ref() };
+            match core.live_keys_on(entry.ptr.as_ptr() as usize, device) {
+                Ok(keys) => {
+                    out.push(Sge { addr: core.wire_addr(entry.ptr), length, lkey: keys.lkey });
+                }
+                Err(e) => {
+                    out.clear();
+                    return Err(e);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<R> Drop for Batch<R> {
     fn drop(&mut self) {
         self.free();
     }
 }
 
-impl fmt::Debug for Batch {
+impl<R> fmt::Debug for Batch<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batch")
             .field("buffers", &self.entries.len())

@@ -1,5 +1,7 @@
 //! The handle that a user holds: one block, owned, with its keys.
 
+mod rails;
+
 use std::{
     fmt,
     marker::PhantomData,
@@ -13,6 +15,7 @@ use crate::{
     access::{Keys, LKey, RemoteBuf, Sge},
     magazine::Place,
     pool::{Core, PoolRef},
+    reach::{Any, Local, OneDevice, Reach, Remote},
     slab::Entry,
     thread,
 };
@@ -28,12 +31,12 @@ use crate::{
 /// from `&mut` code that keeps the buffer but not the slice, and look again after the completion. And
 /// keep the buffer until then: dropping it while a work request is in flight lets its next owner's bytes
 /// be sent or overwritten.
-pub struct Buf {
+pub struct Buf<R = Any> {
     entry: Entry,
     len: usize,
     core: NonNull<Core>,
     home: Home,
-    _owns: PhantomData<[u8]>,
+    _owns: PhantomData<([u8; 0], R)>,
 }
 
 /// Where a block goes back to: its class's place in the low half, its pool's gate in the high half.
@@ -63,15 +66,15 @@ impl Home {
 
 // SAFETY: a buffer is the only owner of its block, and giving it back works on any thread (each uses its
 // own magazines, or the slabs' lock).
-unsafe impl Send for Buf {}
+unsafe impl<R> Send for Buf<R> {}
 // SAFETY: `&Buf` only reads its fields and its bytes.
-unsafe impl Sync for Buf {}
+unsafe impl<R> Sync for Buf<R> {}
 
 // A panic while a buffer is borrowed leaves at worst half-written bytes, as in a `Vec<u8>`.
-impl std::panic::UnwindSafe for Buf {}
-impl std::panic::RefUnwindSafe for Buf {}
+impl<R> std::panic::UnwindSafe for Buf<R> {}
+impl<R> std::panic::RefUnwindSafe for Buf<R> {}
 
-impl Buf {
+impl<R> Buf<R> {
     /// Makes the handle of a block that was just taken from `core`.
     #[inline(always)]
     pub(crate) fn new(pool: PoolRef, entry: Entry, len: usize, place: Place) -> Self {
@@ -83,6 +86,13 @@ impl Buf {
     fn core(&self) -> &Core {
         // SAFETY: a core lives while any of its buffers does (`Core`'s contract), and this is one.
         unsafe { self.core.as_ref() }
+    }
+
+    /// The keys on the one device, or on the first of several.
+    #[inline]
+    fn keys_here(&self) -> Keys {
+        let keys = self.entry.keys;
+        Keys { lkey: keys.lkey(), rkey: self.core().remote.then_some(keys.rkey()) }
     }
 
     /// How many bytes were asked for (or kept by [`truncate`](Buf::truncate)).
@@ -122,6 +132,11 @@ impl Buf {
         self.len = self.len.min(len);
     }
 
+    /// Sets the length to 0. What is then written by [`std::io::Write`] starts at the first byte.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+
     /// The first byte's address. It stays the same as long as this buffer lives.
     #[inline]
     pub fn as_ptr(&self) -> *const u8 {
@@ -132,50 +147,6 @@ impl Buf {
     #[inline]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.entry.ptr.as_ptr()
-    }
-
-    /// The lkey: for this host's own work requests.
-    #[inline]
-    pub fn lkey(&self) -> LKey {
-        self.entry.keys.lkey()
-    }
-
-    /// Both keys.
-    #[inline]
-    pub fn keys(&self) -> Keys {
-        Keys {
-            lkey: self.entry.keys.lkey(),
-            rkey: self.core().remote.then_some(self.entry.keys.rkey()),
-        }
-    }
-
-    /// The scatter-gather element for the whole length.
-    ///
-    /// An element's length field has 32 bits; for a longer buffer this one is cut to `u32::MAX` bytes,
-    /// so use [`sge_range`](Buf::sge_range) there.
-    #[inline]
-    pub fn sge(&self) -> Sge {
-        Sge {
-            addr: self.core().wire_addr(self.entry.ptr),
-            length: u32::try_from(self.len).unwrap_or(u32::MAX),
-            lkey: self.lkey(),
-        }
-    }
-
-    /// The scatter-gather element for `len` bytes from `offset`; `None` if they are not all inside.
-    pub fn sge_range(&self, offset: usize, len: u32) -> Option<Sge> {
-        let end = offset.checked_add(len as usize)?;
-        let addr = self.core().wire_addr(self.entry.ptr) + offset as u64;
-        (end <= self.len).then_some(Sge { addr, length: len, lkey: self.lkey() })
-    }
-
-    /// What a peer needs to reach these bytes; `None` if the pool's access class lets it do nothing.
-    ///
-    /// The right that the rkey conveys is over the whole arena, not over this buffer alone.
-    #[inline]
-    pub fn remote(&self) -> Option<RemoteBuf> {
-        let rkey = self.keys().rkey?;
-        Some(RemoteBuf { addr: self.core().wire_addr(self.entry.ptr), len: self.len as u64, rkey })
     }
 
     /// Gives up the handle and keeps the block, as a bare address. [`Pool::from_raw`] or
@@ -197,7 +168,86 @@ impl Buf {
     }
 }
 
-impl Drop for Buf {
+impl<R: OneDevice> Buf<R> {
+    /// The lkey: for this host's own work requests.
+    #[inline]
+    pub fn lkey(&self) -> LKey {
+        self.entry.keys.lkey()
+    }
+
+    /// Both keys.
+    #[inline]
+    pub fn keys(&self) -> Keys {
+        self.keys_here()
+    }
+
+    /// The scatter-gather element for the whole length.
+    ///
+    /// An element's length field has 32 bits; for a longer buffer this one is cut to `u32::MAX` bytes,
+    /// so use [`sge_range`](Buf::sge_range) there.
+    #[inline]
+    pub fn sge(&self) -> Sge {
+        Sge {
+            addr: self.core().wire_addr(self.entry.ptr),
+            length: u32::try_from(self.len).unwrap_or(u32::MAX),
+            lkey: self.lkey(),
+        }
+    }
+
+    /// The scatter-gather element for `len` bytes from `offset`; `None` if they are not all inside.
+    pub fn sge_range(&self, offset: usize, len: u32) -> Option<Sge> {
+        let end = offset.checked_add(len as usize)?;
+        let addr = self.core().wire_addr(self.entry.ptr) + offset as u64;
+        (end <= self.len).then_some(Sge { addr, length: len, lkey: self.lkey() })
+    }
+}
+
+impl Buf {
+    /// What a peer needs to reach these bytes; `None` if the pool's access class lets it do nothing.
+    ///
+    /// The right that the rkey conveys is over the whole arena, not over this buffer alone.
+    #[inline]
+    pub fn remote(&self) -> Option<RemoteBuf> {
+        let rkey = self.keys().rkey?;
+        Some(RemoteBuf { addr: self.core().wire_addr(self.entry.ptr), len: self.len as u64, rkey })
+    }
+}
+
+impl Buf<Remote> {
+    /// What a peer needs to reach these bytes.
+    ///
+    /// The right that the rkey conveys is over the whole arena, not over this buffer alone.
+    #[inline]
+    pub fn remote(&self) -> RemoteBuf {
+        let (addr, rkey) = (self.core().wire_addr(self.entry.ptr), self.entry.keys.rkey());
+        RemoteBuf { addr, len: self.len as u64, rkey }
+    }
+}
+
+impl<R> Buf<R> {
+    /// The same buffer under another reach, which the caller knows to be true of it.
+    pub(crate) fn reached<S>(self) -> Buf<S> {
+        let this = ManuallyDrop::new(self);
+        let Self { entry, len, core, home, .. } = *this;
+        Buf { entry, len, core, home, _owns: PhantomData }
+    }
+}
+
+impl From<Buf<Local>> for Buf {
+    /// Forgets that no peer can reach it; `remote()` then says so.
+    fn from(buf: Buf<Local>) -> Self {
+        buf.reached()
+    }
+}
+
+impl From<Buf<Remote>> for Buf {
+    /// Forgets that peers can reach it; `remote()` then says so.
+    fn from(buf: Buf<Remote>) -> Self {
+        buf.reached()
+    }
+}
+
+impl<R> Drop for Buf<R> {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: `gate_at` gives this thread's own gate, which lives as long as the thread.
@@ -209,7 +259,7 @@ impl Drop for Buf {
     }
 }
 
-impl Deref for Buf {
+impl<R> Deref for Buf<R> {
     type Target = [u8];
 
     #[inline]
@@ -220,7 +270,7 @@ impl Deref for Buf {
     }
 }
 
-impl DerefMut for Buf {
+impl<R> DerefMut for Buf<R> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `deref`; `&mut self` makes it exclusive.
@@ -228,27 +278,29 @@ impl DerefMut for Buf {
     }
 }
 
-impl AsRef<[u8]> for Buf {
+impl<R> AsRef<[u8]> for Buf<R> {
     fn as_ref(&self) -> &[u8] {
         self
     }
 }
 
-impl AsMut<[u8]> for Buf {
+impl<R> AsMut<[u8]> for Buf<R> {
     fn as_mut(&mut self) -> &mut [u8] {
         self
     }
 }
 
-impl fmt::Debug for Buf {
+impl<R: Reach> fmt::Debug for Buf<R> {
     /// Shows where the buffer is and its keys, never what is in it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buf")
-            .field("addr", &self.entry.ptr)
-            .field("len", &self.len)
-            .field("capacity", &self.capacity())
-            .field("keys", &self.keys())
-            .finish()
+        let mut f = f.debug_struct("Buf");
+        f.field("addr", &self.entry.ptr);
+        f.field("len", &self.len);
+        f.field("capacity", &self.capacity());
+        if R::ONE_DEVICE {
+            f.field("keys", &self.keys_here());
+        }
+        f.finish()
     }
 }
 

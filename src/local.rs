@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, thread};
+use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, reach::Any, thread};
 
 /// A handle of a [`Pool`] that stays on its thread and so need not look for the thread's magazines.
 ///
@@ -14,14 +14,14 @@ use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, threa
 /// let local = pool.local();
 /// std::thread::spawn(move || local.alloc(64)); // not Send
 /// ```
-pub struct LocalPool {
-    pool: Pool,
+pub struct LocalPool<R = Any> {
+    pool: Pool<R>,
     /// This thread's; a raw pointer also keeps the handle from being `Send`.
     gate: *const ThreadGate,
 }
 
-impl LocalPool {
-    pub(crate) fn new(pool: Pool) -> Self {
+impl<R> LocalPool<R> {
+    pub(crate) fn new(pool: Pool<R>) -> Self {
         let gate = thread::gate_at(pool.inner().slot_offset);
         Self { pool, gate }
     }
@@ -31,18 +31,18 @@ impl LocalPool {
     /// # Errors
     /// As [`Pool::alloc`].
     #[inline]
-    pub fn alloc(&self, len: usize) -> Result<Buf, AllocError> {
+    pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         // Made on this thread and not `Send`, so the gate is this thread's own.
         self.pool.inner().alloc(self.gate, len)
     }
 
     /// The pool.
-    pub fn pool(&self) -> &Pool {
+    pub fn pool(&self) -> &Pool<R> {
         &self.pool
     }
 }
 
-impl fmt::Debug for LocalPool {
+impl<R> fmt::Debug for LocalPool<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("LocalPool").field(&self.pool).finish()
     }

@@ -1,6 +1,8 @@
 //! The books: what of a pool is where. Counted on the slow path and by reading other threads' cursors;
 //! the fast path counts nothing.
 
+use std::time::Duration;
+
 use crate::size_class::{self, CLASSES};
 
 /// Where a pool's bytes are at one moment.
@@ -13,6 +15,8 @@ use crate::size_class::{self, CLASSES};
 pub struct Stats {
     /// Bytes of all arenas.
     pub capacity: usize,
+    /// Bytes that the pool may grow to.
+    pub max_capacity: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
     /// Bytes of free blocks in threads' magazines and in the depot.
@@ -29,6 +33,14 @@ pub struct Stats {
     pub arenas: usize,
     /// How many register calls the pool has made.
     pub register_calls: u64,
+    /// How often the pool has grown by an arena, and given one back.
+    pub growths: u64,
+    /// See [`growths`](Stats::growths).
+    pub shrinks: u64,
+    /// How often an arena that was to come did not.
+    pub growth_failures: u64,
+    /// What bringing arenas up took in all since the pool was built, failed ones included.
+    pub growth_time: Duration,
     /// Bytes that RDMA has pinned for the whole process (`VmPin`), as of this call; `capacity` is this
     /// pool's part of it on a verbs device.
     ///
@@ -71,9 +83,10 @@ pub struct ClassStats {
 
 impl Stats {
     /// Sums up. `cached` gives, by class, the blocks in magazines and depot.
-    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize], capacity: usize) -> Self {
+    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize]) -> Self {
         let mut s = Self {
-            capacity,
+            capacity: counts.capacity,
+            max_capacity: counts.capacity,
             live: 0,
             cached: 0,
             free: 0,
@@ -82,6 +95,10 @@ impl Stats {
             largest_free: counts.largest_run,
             arenas: 0,
             register_calls: 0,
+            growths: 0,
+            shrinks: 0,
+            growth_failures: 0,
+            growth_time: Duration::ZERO,
             pinned: 0,
             locked: 0,
             memlock_limit: None,

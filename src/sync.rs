@@ -6,6 +6,12 @@ pub(crate) use std::sync::atomic;
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic;
 
+#[cfg(not(loom))]
+pub(crate) use std::thread;
+
+#[cfg(loom)]
+pub(crate) use loom::thread;
+
 /// The owner's half of the asymmetric barrier: keeps the compiler from moving a load above an earlier
 /// store. The processor is held to it by the other half, [`heavy_barrier`].
 #[inline(always)]

@@ -10,7 +10,10 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::numa::{self, Mode, NodeSet};
+use super::{
+    mapping_faults::{MapStep, StepHook},
+    numa::{self, Mode, NodeSet},
+};
 
 /// Bytes of a base page.
 pub(crate) fn base_page() -> usize {
@@ -33,6 +36,8 @@ pub(crate) struct Reservation {
     /// Parts that dropping this value must not unmap, as (offset, length), sorted by offset: still
     /// written by a device, or no longer ours.
     spared: Mutex<Vec<(usize, usize)>>,
+    hook: StepHook,
+    released: bool,
 }
 
 // SAFETY: the value is an address range that it alone owns; nothing in it is tied to a thread.
@@ -43,22 +48,23 @@ unsafe impl Sync for Reservation {}
 
 impl Reservation {
     /// Reserves `len` bytes aligned to `align` (a power of two, at least a page), with one
-    /// inaccessible page before and behind.
-    pub(crate) fn new(len: usize, align: usize) -> io::Result<Self> {
+    /// inaccessible page before and behind. `hook` is asked before this and every later step.
+    pub(crate) fn new(len: usize, align: usize, hook: StepHook) -> io::Result<Self> {
         debug_assert!(align.is_power_of_two() && align >= base_page());
         let page = base_page();
         let total = len
             .checked_add(align)
             .and_then(|n| n.checked_add(2 * page))
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        hook.before(MapStep::Reserve, 0, len, 0)?;
         let start = map(None, total, libc::PROT_NONE, RESERVED)?.as_ptr() as usize;
         let base = (start + page).next_multiple_of(align);
         // One page on each side stays as a guard; the rest of the slack goes back.
         let (low, high) = (base - page, base + len + page);
-        unmap(start, low - start);
-        unmap(high, start + total - high);
+        // Should either fail, the range is a little longer than it need be.
+        let _ = unmap(start, low - start).and(unmap(high, start + total - high));
         let base = NonNull::new(base as *mut u8).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { base, len, spared: Mutex::new(Vec::new()) })
+        Ok(Self { base, len, spared: Mutex::new(Vec::new()), hook, released: false })
     }
 
     pub(crate) fn base(&self) -> NonNull<u8> {
@@ -89,18 +95,28 @@ impl Reservation {
         page: usize,
     ) -> io::Result<()> {
         let addr = self.at(offset, len);
-        let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        let huge = page > base_page();
-        if huge {
-            flags |= libc::MAP_HUGETLB | ((page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT);
-            // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has
-            // by then unmapped the reservation on older kernels, so ask beside it first.
-            let probe = map(None, len, READ_WRITE, flags & !libc::MAP_FIXED)?;
-            unmap(probe.as_ptr() as usize, len);
-        } else {
-            flags |= libc::MAP_NORESERVE;
+        self.hook.before(MapStep::Map, addr.as_ptr() as usize, len, page)?;
+        if self.is_spared(offset, len) {
+            // A device or somebody else has it.
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
         }
-        if let Err(e) = map(Some(addr), len, READ_WRITE, flags) {
+        if page <= base_page() {
+            // The reservation itself becomes writable, so that whatever fails leaves the range ours.
+            // SAFETY: the range is part of the reservation, and nobody uses it (contract).
+            if unsafe { libc::mprotect(addr.as_ptr().cast(), len, READ_WRITE) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: as above; the advice changes no contents.
+            unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
+            return Ok(());
+        }
+        // Hugepages are promised when they are mapped. A MAP_FIXED that breaks on that promise has by then
+        // unmapped the reservation on older kernels, so ask beside it first.
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
+        let flags = flags | (page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
+        let probe = map(None, len, READ_WRITE, flags)?;
+        unmap(probe.as_ptr() as usize, len)?;
+        if let Err(e) = map(Some(addr), len, READ_WRITE, flags | libc::MAP_FIXED) {
             // Somebody took the pages in between. Whether the range is still reserved is not known;
             // take it back only if it is free.
             let again = map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED_NOREPLACE);
@@ -109,17 +125,19 @@ impl Reservation {
             }
             return Err(e);
         }
-        if !huge {
-            // SAFETY: the range was mapped just now and is ours; the advice changes no contents.
-            unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
-        }
         Ok(())
     }
 
     /// Brings every page of a part into memory that [`map_pages`](Self::map_pages) mapped and nobody has
-    /// written to, or says why it cannot. Several threads may each do a part.
-    pub(crate) fn fault_in(&self, offset: usize, len: usize) -> io::Result<()> {
-        fault_in(self.at(offset, len), len)
+    /// written to, in pages of `page` bytes, or says why it cannot. Several threads may each do a part.
+    pub(crate) fn fault_in(&self, offset: usize, len: usize, page: usize) -> io::Result<()> {
+        let addr = self.at(offset, len);
+        if let Err(e) = self.hook.before(MapStep::FaultIn, addr.as_ptr() as usize, len, page) {
+            // Half of it, as documented, so that there is something to give back.
+            let _ = fault_in(addr, (len / 2).next_multiple_of(base_page()));
+            return Err(e);
+        }
+        fault_in(addr, len)
     }
 
     /// Says where the pages of a part that is mapped shall come from.
@@ -127,9 +145,12 @@ impl Reservation {
         &self,
         offset: usize,
         len: usize,
+        page: usize,
         to: &NodeSet,
         mode: Mode,
     ) -> io::Result<()> {
+        let addr = self.at(offset, len).as_ptr() as usize;
+        self.hook.before(MapStep::Bind, addr, len, page)?;
         // SAFETY: `at` checks that the range lies in this reservation, whose mappings are ours.
         unsafe { numa::bind(self.at(offset, len), len, mode, to) }
     }
@@ -139,23 +160,36 @@ impl Reservation {
         numa::node_of(self.at(offset, len), len, page)
     }
 
-    /// Gives the pages at `offset` back to the system and reserves the range again.
+    /// Gives the pages at `offset` back to the system and reserves the range again. Where the system will
+    /// not, the range stays mapped, without pages if it lets go of those, until all of it is unmapped.
     ///
     /// # Safety
     /// Nobody uses `offset..offset + len` any more: neither this process nor a device.
     pub(crate) unsafe fn unback(&self, offset: usize, len: usize) {
         let addr = self.at(offset, len);
-        if map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED).is_err() {
+        let start = addr.as_ptr() as usize;
+        let asked = self.hook.before(MapStep::Unmap, start, len, 0);
+        let reserve = || map(Some(addr), len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED);
+        if asked.is_err() {
+            empty(addr, len);
+        } else if reserve().is_err() {
             // Only a full mapping table can bring this about. The pages must go all the same, and the
             // hole may be filled by others, so it is no longer ours.
-            unmap(addr.as_ptr() as usize, len);
-            self.spare(offset, len);
+            match unmap(start, len) {
+                Ok(()) => self.spare(offset, len),
+                Err(_) => empty(addr, len),
+            }
         }
     }
 
     /// Keeps `offset..offset + len` mapped for ever: a device may still write to it.
     pub(crate) fn leak(&self, offset: usize, len: usize) {
         self.spare(offset, len);
+    }
+
+    /// Whether any of a part was given up.
+    pub(crate) fn is_spared(&self, offset: usize, len: usize) -> bool {
+        self.spared.lock().iter().any(|&(o, l)| o < offset + len && offset < o + l)
     }
 
     fn spare(&self, offset: usize, len: usize) {
@@ -166,16 +200,39 @@ impl Reservation {
     }
 }
 
-impl Drop for Reservation {
-    fn drop(&mut self) {
+impl Reservation {
+    /// Unmaps all but what was given up, as dropping it does. `failed` hears of each part that the system
+    /// would not unmap, by address and length: that stays mapped for ever, without pages if possible.
+    pub(crate) fn release(&mut self, mut failed: impl FnMut(usize, usize, io::Error)) {
+        if std::mem::replace(&mut self.released, true) {
+            return;
+        }
         let page = base_page();
         let base = self.base.as_ptr() as usize;
+        let mut free = |from: usize, to: usize| {
+            let asked = match from < to {
+                true => self.hook.before(MapStep::Unmap, from, to - from, 0),
+                false => return,
+            };
+            if let Err(e) = asked.and_then(|()| unmap(from, to - from)) {
+                if let Some(addr) = NonNull::new(from as *mut u8) {
+                    empty(addr, to - from);
+                }
+                failed(from, to - from, e);
+            }
+        };
         let mut from = base - page;
         for &(offset, len) in self.spared.get_mut().iter() {
-            unmap(from, base + offset - from);
+            free(from, base + offset);
             from = base + offset + len;
         }
-        unmap(from, base + self.len + page - from);
+        free(from, base + self.len + page);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.release(|_, _, _| {});
     }
 }
 
@@ -193,12 +250,20 @@ fn map(at: Option<NonNull<u8>>, len: usize, prot: i32, flags: i32) -> io::Result
     NonNull::new(p.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
-fn unmap(addr: usize, len: usize) {
-    if len > 0 {
-        // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
-        let r = unsafe { libc::munmap(addr as *mut libc::c_void, len) };
-        debug_assert_eq!(r, 0, "{}", io::Error::last_os_error());
+/// Fails only where the process has as many mappings as it may, and this would cut one in two.
+fn unmap(addr: usize, len: usize) -> io::Result<()> {
+    // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
+    if len == 0 || unsafe { libc::munmap(addr as *mut libc::c_void, len) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
     }
+}
+
+/// Gives up the pages of a range that cannot be unmapped. Kernels before 5.18 keep hugepages.
+fn empty(addr: NonNull<u8>, len: usize) {
+    // SAFETY: the callers own the range and no longer use it, so losing its contents harms nobody.
+    unsafe { libc::madvise(addr.as_ptr().cast(), len, libc::MADV_DONTNEED) };
 }
 
 /// Brings every page of a fresh writable mapping into memory, or says why it cannot.
@@ -292,10 +357,10 @@ impl<T> std::ops::Deref for ZeroedTable<T> {
 
 impl<T> Drop for ZeroedTable<T> {
     fn drop(&mut self) {
-        unmap(
-            self.ptr.as_ptr() as usize,
-            (self.len * size_of::<T>()).next_multiple_of(base_page()),
-        );
+        let len = (self.len * size_of::<T>()).next_multiple_of(base_page());
+        if unmap(self.ptr.as_ptr() as usize, len).is_err() {
+            empty(self.ptr.cast(), len);
+        }
     }
 }
 
@@ -331,11 +396,11 @@ mod tests {
 
     #[test]
     fn a_reservation_is_aligned_backs_and_unbacks() {
-        let r = Reservation::new(8 << 20, 4 << 20).expect("reserve");
+        let r = Reservation::new(8 << 20, 4 << 20, StepHook::default()).expect("reserve");
         assert_eq!(r.base().as_ptr() as usize % (4 << 20), 0);
         // SAFETY: the range is ours and unused.
         unsafe { r.map_pages(4 << 20, 1 << 20, base_page()) }.expect("map");
-        r.fault_in(4 << 20, 1 << 20).expect("fault in");
+        r.fault_in(4 << 20, 1 << 20, base_page()).expect("fault in");
         let p = r.at(4 << 20, 1);
         // SAFETY: backed just now, and nobody else knows of it.
         unsafe { p.as_ptr().write(7) };
@@ -343,14 +408,14 @@ mod tests {
         unsafe { r.unback(4 << 20, 1 << 20) };
         // SAFETY: as above.
         unsafe { r.map_pages(4 << 20, 1 << 20, base_page()) }.expect("map again");
-        r.fault_in(4 << 20, 1 << 20).expect("fault in again");
+        r.fault_in(4 << 20, 1 << 20, base_page()).expect("fault in again");
         // SAFETY: backed just now.
         assert_eq!(unsafe { p.as_ptr().read() }, 0, "fresh pages");
     }
 
     #[test]
     fn the_older_way_of_faulting_in_leaves_zeros() {
-        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        let r = Reservation::new(1 << 20, 4096, StepHook::default()).expect("reserve");
         map(Some(r.base()), 1 << 20, READ_WRITE, RESERVED | libc::MAP_FIXED).expect("map");
         fault_in_by_read(r.base(), 1 << 20).expect("fault in");
         let mut vec = vec![0u8; (1 << 20) / base_page()];
@@ -362,15 +427,15 @@ mod tests {
 
     #[test]
     fn faulting_in_what_cannot_be_written_is_an_error_not_a_signal() {
-        let r = Reservation::new(1 << 20, 4096).expect("reserve");
+        let r = Reservation::new(1 << 20, 4096, StepHook::default()).expect("reserve");
         assert!(fault_in(r.base(), 1 << 20).is_err());
         assert!(fault_in_by_read(r.base(), 1 << 20).is_err());
     }
 
     #[test]
     fn impossible_sizes_are_errors() {
-        assert!(Reservation::new(usize::MAX, 4096).is_err());
-        assert!(Reservation::new(usize::MAX - 8191, 4096).is_err());
+        assert!(Reservation::new(usize::MAX, 4096, StepHook::default()).is_err());
+        assert!(Reservation::new(usize::MAX - 8191, 4096, StepHook::default()).is_err());
         assert!(ZeroedTable::<std::sync::atomic::AtomicU32>::new(usize::MAX / 2).is_err());
     }
 }

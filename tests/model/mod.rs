@@ -204,7 +204,7 @@ impl Model {
         assert!(self.colouring || cap % 4096 != 0 || start % 4096 == 0);
         let before = self.ranges.range(..start + cap).next_back();
         assert!(before.is_none_or(|(_, &end)| end <= start), "overlaps a live buffer");
-        let arena = self.pool.arenas().iter().find(|a| {
+        let arena = self.pool.arenas().into_iter().find(|a| {
             let first = a.addr.as_ptr() as usize;
             first <= start && start + cap <= first + a.len
         });

@@ -11,7 +11,9 @@ mod contests;
 mod csv;
 pub(crate) mod device;
 mod figures;
+mod growth;
 mod html;
+mod lease;
 mod output;
 mod peer;
 mod plot;
@@ -37,10 +39,12 @@ use self::{
 use crate::cli::Failure;
 
 /// All benches, in the order of `bench all`.
-static BENCHES: [&dyn AnyBench; 7] = [
+static BENCHES: [&dyn AnyBench; 9] = [
     &registration::Registration,
     &transfer::Transfer,
     &startup::Startup,
+    &growth::Growth,
+    &lease::Leases,
     &Contest(Group::Alloc),
     &Contest(Group::Handoff),
     &Contest(Group::Churn),

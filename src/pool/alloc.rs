@@ -1,0 +1,224 @@
+//! The slow path of alloc: depot, slabs, and calling back what lies in caches, in this order.
+
+use std::sync::{
+    Arc,
+    atomic::Ordering::{Acquire, Relaxed, Release},
+};
+
+use super::Core;
+use crate::{
+    depot::Magazine,
+    error::{AllocError, Exhausted},
+    magazine::Local,
+    size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, SPAN_CLASS},
+    slab::{Entry, Given},
+    sys::limits,
+    thread,
+};
+
+/// How many blocks one refill takes from the slabs at most.
+const REFILL: usize = 64;
+/// How many refills stay small after memory ran short.
+const SCARCE_REFILLS: u32 = 64;
+
+impl Core {
+    /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
+    /// see [`refusal`](Core::refusal).
+    pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        if self.foreign() || self.out_of_range(len, align).is_some() {
+            return None;
+        }
+        let class = self.class_for(len, align);
+        let cached = if class < CLASSES {
+            self.alloc_cached(class)
+        } else {
+            self.consolidate(len);
+            None
+        };
+        let fit = size_class::class_of_aligned(len.max(1), align.min(PAGE));
+        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(class, fit, len, align))
+    }
+
+    /// What no pool like this one can ever serve.
+    pub(super) fn out_of_range(&self, len: usize, align: usize) -> Option<AllocError> {
+        let max = self.slabs.max_len();
+        if len > max {
+            return Some(AllocError::TooLarge { asked: len, max });
+        }
+        let bad = !align.is_power_of_two() || align > max;
+        bad.then(|| AllocError::Alignment { asked: align, max: 1 << max.ilog2() })
+    }
+
+    /// The class whose blocks hold `len` bytes so aligned, or a span's.
+    pub(super) fn class_for(&self, len: usize, align: usize) -> usize {
+        if align > PAGE {
+            return SPAN_CLASS;
+        }
+        let class = size_class::class_of_aligned(len.max(1), align);
+        // Blocks of coloured slabs keep no more than a line's alignment.
+        let fits = self.slabs.serves(class)
+            && align <= size_class::align_of(self.slabs.stride(class)).max(1);
+        if fits { class } else { SPAN_CLASS }
+    }
+
+    /// Why [`alloc_slow`](Core::alloc_slow) gave nothing.
+    #[cold]
+    pub(crate) fn refusal(&self, len: usize, align: usize) -> AllocError {
+        if self.foreign() {
+            let this = limits::process_id();
+            return AllocError::ForeignProcess { owner: self.process, this };
+        }
+        if let Some(never) = self.out_of_range(len, align) {
+            return never;
+        }
+        self.grower.refused(len);
+        self.exhausted(len, self.class_for(len, align))
+    }
+
+    /// Through this thread's magazines: previous magazine, then depot, then slabs.
+    pub(super) fn alloc_cached(&self, class: usize) -> Option<Entry> {
+        thread::with_local(self, |local| {
+            // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
+            let mut hold = unsafe { local.hold_as_owner() };
+            if !hold.attached() {
+                return None;
+            }
+            let mut entry = hold.pop(class);
+            if entry.is_none() {
+                if !hold.reload(&self.depot, class) {
+                    if size_class::size_of(class) > MAX_SLAB_BLOCK {
+                        // Calling back takes this thread's lock too.
+                        drop(hold);
+                        self.consolidate(size_class::size_of(class));
+                        // SAFETY: as above.
+                        hold = unsafe { local.hold_as_owner() };
+                    }
+                    hold.fill(&self.depot, class, |room, sink| {
+                        self.slabs.take(class, self.refill(room), sink);
+                    });
+                }
+                entry = hold.pop(class);
+            }
+            if self.gated {
+                hold.publish();
+            }
+            entry
+        })
+        .flatten()
+    }
+
+    pub(super) fn refill(&self, room: usize) -> usize {
+        let scarce = |n: u32| n.checked_sub(1);
+        if self.scarce.load(Relaxed) > 0
+            && self.scarce.fetch_update(Relaxed, Relaxed, scarce).is_ok()
+        {
+            return 1;
+        }
+        room.min(REFILL)
+    }
+
+    /// Straight from the slabs, and if they are dry after calling back what lies in caches. `class` is the
+    /// one to take from, or a span's; `fit` the smallest whose blocks hold it in any case.
+    pub(super) fn alloc_shared(
+        &self,
+        class: usize,
+        fit: usize,
+        len: usize,
+        align: usize,
+    ) -> Option<(Entry, usize)> {
+        // Threads that allocate meanwhile may take what was called back; try again while anything is
+        // found, but not for ever.
+        for _ in 0..64 {
+            // Pairs with the count in `drain_caches`: what is counted here is seen below.
+            let recalls = self.recalls.load(Acquire);
+            let mut got = None;
+            if class < CLASSES {
+                self.slabs.take(class, 1, |entry| got = Some((entry, class)));
+            }
+            // Where no slab can be cut any more, single pages may be left, or larger blocks.
+            got = got
+                .or_else(|| self.slabs.take_span(len, align).map(|e| (e, SPAN_CLASS)))
+                .or_else(|| self.slabs.take_larger(fit, align));
+            if got.is_some() {
+                return got;
+            }
+            // Nothing in the caches means nothing at all only if no other thread emptied them between
+            // the look at the slabs and the look at the caches.
+            if !self.call_back() && self.recalls.load(Acquire) == recalls {
+                return None;
+            }
+            self.scarce.store(SCARCE_REFILLS, Relaxed);
+        }
+        None
+    }
+
+    /// Before a run of `bytes` is cut: calls caches back if it is time to.
+    pub(super) fn consolidate(&self, bytes: usize) {
+        if self.slabs.consolidation_due(bytes) {
+            self.call_back();
+        }
+    }
+
+    /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
+    pub(super) fn call_back(&self) -> bool {
+        self.slabs.consolidated();
+        let registry = self.registry.lock();
+        self.drain_caches(&registry.locals, false)
+    }
+
+    /// The caller holds the registry's lock, under which `locals` cannot change. Says whether there was
+    /// anything.
+    ///
+    /// Magazines go from thread to thread through the depot alone, and from or to it only under the
+    /// thread's lock; all those are held until the depot is empty too, so none slips by.
+    pub(super) fn drain_caches(&self, locals: &[Arc<Local>], detach: bool) -> bool {
+        let mut found = false;
+        let mut holds = Local::hold_all(locals);
+        for hold in &mut holds {
+            hold.drain(&self.depot, |class, m| {
+                found = true;
+                self.empty_out(class, m);
+            });
+            if detach {
+                hold.detach();
+            }
+        }
+        for class in 0..CLASSES {
+            while let Some(m) = self.depot.get_full(class) {
+                found = true;
+                self.empty_out(class, m);
+            }
+        }
+        if found {
+            self.recalls.fetch_add(1, Release);
+        }
+        found
+    }
+
+    /// Gives a magazine's blocks to the slabs and puts it by.
+    pub(super) fn empty_out(&self, class: usize, m: Magazine) {
+        let given = self.slabs.give(self.depot.entries(&m).iter().map(|e| e.ptr));
+        // Magazines are emptied while the pool is open, or by `close` before it starts draining.
+        debug_assert_eq!(given, Given::More);
+        self.depot.put_empty(class, m);
+    }
+
+    pub(super) fn exhausted(&self, asked: usize, class: usize) -> AllocError {
+        let stats = self.stats();
+        let block = if class < CLASSES {
+            size_class::size_of(class)
+        } else {
+            asked.max(1).next_multiple_of(PAGE)
+        };
+        AllocError::Exhausted(Box::new(Exhausted {
+            asked,
+            block,
+            capacity: stats.capacity,
+            max_capacity: stats.max_capacity,
+            live: stats.live,
+            live_buffers: stats.live_buffers,
+            not_live: stats.capacity - stats.live,
+            largest_free: stats.largest_free,
+        }))
+    }
+}

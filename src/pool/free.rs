@@ -1,0 +1,64 @@
+//! The slow path of free: a magazine's surplus to the depot or the slabs, and the last block of a closed
+//! pool to whoever takes it down.
+
+use std::ptr::NonNull;
+
+use super::Core;
+use crate::{
+    magazine::Place,
+    size_class::CLASSES,
+    slab::{Entry, Given},
+    thread,
+};
+
+impl Core {
+    /// Everything that the magazine at hand had no room for.
+    ///
+    /// # Safety
+    /// `entry` is a block of `core`, of the class at `place`, that the caller owns, and gives up.
+    #[cold]
+    #[inline(never)]
+    pub(crate) unsafe fn free_slow(core: NonNull<Self>, entry: Entry, place: Place) {
+        let class = place.class();
+        // SAFETY: the caller's block is live, so the core is, until the block has been given back.
+        let this = unsafe { core.as_ref() };
+        // SAFETY: this thread's own gate, which lives as long as the thread.
+        let gate = unsafe { &*thread::gate_at(this.slot_offset) };
+        if gate.push_previous(&this.depot, place, entry) {
+            return;
+        }
+        // A child owns none of this; its copy of the books just keeps the block.
+        if this.foreign() || (class < CLASSES && this.free_cached(entry, class)) {
+            return;
+        }
+        // SAFETY: as above. From the next line on another thread may be the one that ends the pool.
+        let core = unsafe { Self::keep(core) };
+        if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
+            core.tear_down();
+        }
+    }
+
+    /// Puts a block into this thread's magazines; false if it has none. Once the block is in and the
+    /// thread's lock released, the core may be gone.
+    pub(super) fn free_cached(&self, entry: Entry, class: usize) -> bool {
+        thread::with_local(self, |local| {
+            // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
+            let mut hold = unsafe { local.hold_as_owner() };
+            if !hold.attached() {
+                return false;
+            }
+            if !hold.push(class, entry) {
+                if let Some(surplus) = hold.make_room(&self.depot, class) {
+                    self.empty_out(class, surplus);
+                }
+                let pushed = hold.push(class, entry);
+                debug_assert!(pushed, "room was just made");
+            }
+            if self.gated {
+                hold.publish();
+            }
+            true
+        })
+        .unwrap_or(false)
+    }
+}
