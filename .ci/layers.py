@@ -12,7 +12,7 @@ LAYERS = [
     {"device", "preflight"},
     {"arena", "page_map", "published", "slab"},
     {"stack", "gate", "depot", "magazine", "thread", "stats"},
-    {"pool", "buf", "local", "batch"},
+    {"pool", "buf", "local", "batch", "shared"},
     {"adapters", "doctor", "lease", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.

@@ -93,6 +93,8 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod shared;
 
 // Layer 6: the faces, what looks a machine over, and rights over single buffers.
 #[cfg(not(loom))]
@@ -128,20 +130,24 @@ pub use crate::{
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
+    config::{
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
+        Progress, Stage,
+    },
     device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
-        FreeError, RegisterError, UnknownDevice,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, ExportError, FreeError, RegisterError, UnknownDevice,
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
     pool::{DeviceChange, Pool},
     problem::Problem,
+    shared::SharedArenas,
     stats::{ClassStats, Stats},
 };
 

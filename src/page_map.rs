@@ -48,14 +48,14 @@ pub(crate) struct PageMap {
 }
 
 impl PageMap {
-    /// Makes empty maps for `len` bytes of reserved address range at `base`, arenas `1 << stride_shift`
-    /// apart.
+    /// Makes empty maps for `len` bytes of address range at `base`, both whole pages, arenas
+    /// `1 << stride_shift` apart.
     pub(crate) fn new(base: usize, len: usize, stride_shift: u32) -> io::Result<Self> {
         Ok(Self {
             base,
             len,
             stride_shift,
-            arenas: (0..len >> stride_shift).map(|_| Published::new()).collect(),
+            arenas: (0..len.div_ceil(1 << stride_shift)).map(|_| Published::new()).collect(),
             pages: ZeroedTable::new(len >> PAGE_SHIFT)?,
         })
     }

@@ -4,6 +4,7 @@
 mod alloc;
 mod books;
 mod core;
+mod export;
 mod free;
 mod grow;
 mod rails;

@@ -552,8 +552,12 @@ impl Slabs {
         align_pages: u32,
         parked: bool,
     ) -> Option<u32> {
-        // Alignment is one of addresses, and the pool's base is aligned to at least an arena.
-        let aligned = |first: u32| first.checked_next_multiple_of(align_pages);
+        // Alignment is one of addresses, and lent memory may start at any page.
+        let base = self.map.base() >> PAGE_SHIFT;
+        let aligned = |first: u32| {
+            let page = (base + first as usize).checked_next_multiple_of(align_pages as usize)?;
+            u32::try_from(page - base).ok()
+        };
         let fits = |&&(len, first): &&(u32, u32)| {
             aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
         };

@@ -42,7 +42,9 @@ use crate::{
 #[repr(C, align(128))]
 pub(crate) struct Core {
     pub(crate) slot_offset: u32,
-    /// Applied to an address to get the one on the wire: all ones, or an arena's offset mask.
+    /// Subtracted from an address, before the mask, to get the one on the wire: 0, or where the arenas start.
+    pub(super) wire_base: u64,
+    /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
@@ -105,6 +107,7 @@ impl Core {
         let core = Arc::new_cyclic(|own| Self {
             own: own.clone(),
             slot_offset: slot.offset(),
+            wire_base: if zero_based { base as u64 } else { 0 },
             wire_mask: if zero_based { stride as u64 - 1 } else { u64::MAX },
             remote: access.is_remote(),
             gated: asymmetric_barrier_available(),
@@ -186,6 +189,6 @@ impl Core {
     /// The address that the device knows a byte by.
     #[inline(always)]
     pub(crate) fn wire_addr(&self, ptr: NonNull<u8>) -> u64 {
-        ptr.as_ptr() as u64 & self.wire_mask
+        (ptr.as_ptr() as u64).wrapping_sub(self.wire_base) & self.wire_mask
     }
 }

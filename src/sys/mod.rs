@@ -10,7 +10,9 @@ pub(crate) mod numa;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 #[cfg_attr(not(feature = "loopback"), allow(dead_code, unreachable_pub))]
 pub(crate) mod queue_pair;
+pub(crate) mod shared;
 pub(crate) mod signals;
+pub(crate) mod smaps;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
