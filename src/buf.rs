@@ -132,6 +132,11 @@ impl<R> Buf<R> {
         self.len = self.len.min(len);
     }
 
+    /// Sets the length to 0. What is then written by [`std::io::Write`] starts at the first byte.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+
     /// The first byte's address. It stays the same as long as this buffer lives.
     #[inline]
     pub fn as_ptr(&self) -> *const u8 {
@@ -253,7 +258,7 @@ impl Buf<Remote> {
 
 impl<R> Buf<R> {
     /// The same buffer under another reach, which the caller knows to be true of it.
-    fn reached<S>(self) -> Buf<S> {
+    pub(crate) fn reached<S>(self) -> Buf<S> {
         let this = ManuallyDrop::new(self);
         let Self { entry, len, core, home, .. } = *this;
         Buf { entry, len, core, home, _owns: PhantomData }

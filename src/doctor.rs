@@ -6,7 +6,7 @@ use std::{fmt, path::PathBuf};
 use crate::{
     access::Access,
     config::{Asked, Layout, Numa, Pages, Placement},
-    device::{self, Device, DeviceInfo, Pinning, PortInfo},
+    device::{self, Device, DeviceInfo, LeaseSupport, Pinning, PortInfo},
     error::{BuildError, Bytes},
     problem::Problem,
     sys::{
@@ -100,6 +100,8 @@ pub struct DeviceReport {
     pub name: String,
     /// What is known of it, or why nothing is.
     pub state: Result<(DeviceInfo, Vec<PortInfo>), String>,
+    /// What leases on it can be relied on for; of the device that the pool was judged for alone.
+    pub leases: Option<LeaseSupport>,
 }
 
 /// How much this process may pin.
@@ -193,7 +195,8 @@ impl Report {
     }
 }
 
-/// Looks this machine over for a pool, without mapping or registering anything.
+/// Looks this machine over for a pool, without building it. What leases on the device can be relied on for is
+/// found by trying, for which three pages are registered for a moment ([`Device::lease_support`]).
 ///
 /// ```
 /// use pinpool::{Device, DoctorOptions, doctor};
@@ -232,12 +235,13 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
         Err(e) => (Vec::new(), Some(e.to_string())),
     };
     let mut devices: Vec<DeviceReport> =
-        devices.drain(..).map(|(name, state)| DeviceReport { name, state }).collect();
+        devices.drain(..).map(|(name, state)| DeviceReport { name, state, leases: None }).collect();
     match options.device {
         None => problems.splice(0..0, no_device(&devices, unlisted)).for_each(drop),
         Some(device) if !devices.iter().any(|d| d.name == info.name) => {
             let own = (device.info(), Vec::new());
-            devices.insert(0, DeviceReport { name: info.name.clone(), state: Ok(own) });
+            let name = info.name.clone();
+            devices.insert(0, DeviceReport { name, state: Ok(own), leases: None });
         }
         Some(_) => {
             let ports = devices.iter().find(|d| d.name == info.name).map(|d| &d.state);
@@ -247,6 +251,11 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
                 notes.push(Problem::NoActivePort { device: info.name.clone() });
             }
         }
+    }
+    if let Some(device) = options.device
+        && let Some(report) = devices.iter_mut().find(|d| d.name == info.name)
+    {
+        report.leases = Some(device.lease_support());
     }
     let (fork, unsafe_fork) = fork_support(options.device);
     if unsafe_fork {
@@ -500,6 +509,9 @@ impl Report {
                     format!("{state}, {}, MTU {}", p.link, p.mtu),
                 ));
             }
+            if let Some(leases) = &d.leases {
+                lines.push(("  leases".to_owned(), leases.to_string()));
+            }
         }
         lines
     }
@@ -673,7 +685,13 @@ mod tests {
         assert!(report.is_fit(), "{report}");
         let text = report.to_string();
         assert!(text.ends_with("Nothing to change."), "{text}");
-        for part in ["soft (this pool's)", "1 of 4 KiB: 1 memory region\n", "4 KiB on base pages"] {
+        for part in [
+            "  leases",
+            "held: revocation, range",
+            "soft (this pool's)",
+            "1 of 4 KiB: 1 memory region\n",
+            "4 KiB on base pages",
+        ] {
             assert!(text.contains(part), "{part:?} in {text}");
         }
         assert!(!text.lines().any(|l| l.ends_with(' ')), "{text}");
@@ -694,8 +712,9 @@ mod tests {
 
     #[test]
     fn devices_that_do_not_open_are_one_problem() {
-        let closed = |name: &str| DeviceReport { name: name.into(), state: Err("EACCES".into()) };
-        let open = DeviceReport { name: "c".into(), state: Ok((any_device(), Vec::new())) };
+        let report = |name: &str, state| DeviceReport { name: name.into(), state, leases: None };
+        let closed = |name: &str| report(name, Err("EACCES".into()));
+        let open = report("c", Ok((any_device(), Vec::new())));
         let all = no_device(&[closed("a"), closed("b")], None).expect("a problem");
         assert!(all.to_string().contains("EACCES. Give this user"), "{all}");
         assert_eq!(no_device(&[closed("a"), open], None), None);

@@ -1,7 +1,10 @@
 //! Errors: one enum an operation, each with the numbers needed to act.
 
+mod memory;
+
 use std::{fmt, io};
 
+pub use self::memory::{AdoptError, ExportError};
 use crate::{
     access::Access,
     problem::{self, Problem},
@@ -302,6 +305,12 @@ pub enum BuildError {
         /// The system's errno.
         source: io::Error,
     },
+    /// A mapping that was to be adopted is refused.
+    #[error("the mapping cannot be adopted: {0}")]
+    Adopt(#[source] AdoptError),
+    /// Memory cannot be shared, or joined.
+    #[error("{0}")]
+    Export(#[source] ExportError),
     /// The device refused an arena.
     #[error("registering arena {arena} of {arenas} failed: {source}")]
     Register {

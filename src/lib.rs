@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "nightly", feature(allocator_api))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -46,6 +47,8 @@ mod error;
 mod problem;
 #[cfg(not(loom))]
 pub mod reach;
+#[cfg(not(loom))]
+mod reentry;
 #[cfg(not(loom))]
 mod size_class;
 mod sync;
@@ -96,35 +99,62 @@ mod local;
 mod pool;
 #[cfg(not(loom))]
 mod sg_list;
+#[cfg(not(loom))]
+mod shared;
 
-// Layer 6: what looks a machine over.
+// Layer 6: the faces, what looks a machine over, and rights over single buffers.
+#[cfg(not(loom))]
+mod adapters;
 #[cfg(not(loom))]
 mod doctor;
+#[cfg(not(loom))]
+pub mod lease;
 
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
+// Without the feature it probes devices for what their windows hold, and no more.
+#[cfg(all(
+    not(loom),
+    not(feature = "loopback"),
+    any(feature = "rdma-sys", feature = "rdma-mummy-sys")
+))]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod loopback;
 
+#[cfg(not(loom))]
+pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "codec"))]
+pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "global"))]
+pub use crate::adapters::{AttachError, PinnedAlloc};
+#[cfg(all(not(loom), feature = "bytemuck"))]
+pub use crate::adapters::{PodError, Typed};
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
-    device::Device,
+    config::{
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
+        Progress, Stage,
+    },
+    device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
-        FreeError, RegisterError, TokenError, UnknownDevice,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, ExportError, FreeError, RegisterError, TokenError, UnknownDevice,
     },
+    lease::{Lease, LeaseQp},
     local::LocalPool,
     pool::{AllocFuture, DeviceChange, InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
     sg_list::{SgList, SgListError},
+    shared::SharedArenas,
     stats::{ClassStats, Stats},
 };
 

@@ -1,7 +1,7 @@
 //! From an address to its arena's keys, and from a page to its slab: one subtraction, one compare, one
 //! shift, one load. Readers take no lock and may pass any pointer.
 
-use std::io;
+use std::{io, ptr::NonNull};
 
 use crate::{
     access::PackedKeys,
@@ -50,15 +50,15 @@ pub(crate) struct PageMap {
 }
 
 impl PageMap {
-    /// Makes empty maps for `len` bytes of reserved address range at `base`, arenas `1 << stride_shift`
-    /// apart.
+    /// Makes empty maps for `len` bytes of address range at `base`, both whole pages, arenas
+    /// `1 << stride_shift` apart.
     pub(crate) fn new(base: usize, len: usize, stride_shift: u32) -> io::Result<Self> {
         Ok(Self {
             base,
             len,
             stride_shift,
             page_stride_shift: stride_shift - PAGE_SHIFT,
-            arenas: (0..len >> stride_shift).map(|_| Published::new()).collect(),
+            arenas: (0..len.div_ceil(1 << stride_shift)).map(|_| Published::new()).collect(),
             pages: ZeroedTable::new(len >> PAGE_SHIFT)?,
         })
     }
@@ -108,6 +108,23 @@ impl PageMap {
     #[inline]
     pub(crate) fn slot_at(&self, addr: usize) -> usize {
         addr.wrapping_sub(self.base) >> self.stride_shift
+    }
+
+    /// Whether two addresses in the pool's range are in one arena's part of it.
+    pub(crate) fn same_arena(&self, a: usize, b: usize) -> bool {
+        (a.wrapping_sub(self.base) >> self.stride_shift)
+            == (b.wrapping_sub(self.base) >> self.stride_shift)
+    }
+
+    /// The keys of the region that holds a block.
+    #[inline(always)]
+    pub(crate) fn keys_at(&self, block: NonNull<u8>) -> PackedKeys {
+        let offset = (block.as_ptr() as usize).wrapping_sub(self.base);
+        debug_assert!(offset < self.len);
+        // SAFETY: a block lies in a published arena, so its offset is below `len`, and there is an entry for
+        // every arena's worth of that.
+        let entry = unsafe { self.arenas.get_unchecked(offset >> self.stride_shift) };
+        PackedKeys::from_word(entry.keys())
     }
 
     /// The keys of the region that a page lies in.

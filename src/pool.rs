@@ -4,11 +4,17 @@
 mod alloc;
 mod books;
 mod core;
+mod export;
 mod flight;
 mod free;
 mod grow;
 mod posted;
 mod rails;
+#[cfg_attr(
+    not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
+    allow(dead_code)
+)]
+mod raw;
 mod reference;
 mod teardown;
 mod threads;
@@ -107,7 +113,7 @@ impl<R: Reach> Pool<R> {
 
 impl<R> Pool<R> {
     #[inline(always)]
-    fn core(&self) -> &Core {
+    pub(crate) fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
         unsafe { self.inner.core.as_ref() }
     }

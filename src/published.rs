@@ -37,7 +37,8 @@ impl Published {
         self.len.store(0, Relaxed);
     }
 
-    /// The keys; meaningful only to who knows that it is there, and stays.
+    /// The keys, for who knows that it is there: it holds a block of the arena, which was taken after the
+    /// arena was published and handed on since.
     #[inline(always)]
     pub(crate) fn keys(&self) -> u64 {
         self.keys.load(Relaxed)

@@ -14,14 +14,13 @@ mod arenas;
 
 use std::{collections::BTreeSet, io, ptr::NonNull, sync::Arc};
 
-use parking_lot::{Mutex, MutexGuard};
-
 use self::arenas::ArenaUse;
 use crate::{
     access::PackedKeys,
     bell::Bell,
     error::FreeError,
     page_map::{PageEntry, PageMap},
+    reentry::{Mutex, MutexGuard},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
         AtomicU32, AtomicU64, AtomicUsize,
@@ -314,6 +313,12 @@ impl Slabs {
         slab.map_or(0, |(_, slab)| (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT)
     }
 
+    /// The class of the block at `ptr`, which must be out.
+    pub(crate) fn class_at(&self, ptr: NonNull<u8>) -> Option<usize> {
+        let page = self.map.page_of(ptr.as_ptr() as usize)?;
+        self.slab_at(page).map(|(_, slab)| slab.class.load(Relaxed) as usize)
+    }
+
     pub(crate) fn counts(&self) -> Counts {
         self.counts_of(&self.state.lock())
     }
@@ -558,8 +563,12 @@ impl Slabs {
         align_pages: u32,
         parked: bool,
     ) -> Option<u32> {
-        // Alignment is one of addresses, and the pool's base is aligned to at least an arena.
-        let aligned = |first: u32| first.checked_next_multiple_of(align_pages);
+        // Alignment is one of addresses, and lent memory may start at any page.
+        let base = self.map.base() >> PAGE_SHIFT;
+        let aligned = |first: u32| {
+            let page = (base + first as usize).checked_next_multiple_of(align_pages as usize)?;
+            u32::try_from(page - base).ok()
+        };
         let fits = |&&(len, first): &&(u32, u32)| {
             aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
         };

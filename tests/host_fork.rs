@@ -11,7 +11,11 @@ use std::{cell::Cell, io::Write, sync::Mutex};
 
 use common::soft;
 use held::Held;
-use pinpool::{AllocError, CloseError, Device, DeviceChangeError, device::FaultyRegistrar};
+use pinpool::{
+    Access, AllocError, CloseError, Device, DeviceChangeError, LeaseQp,
+    device::FaultyRegistrar,
+    lease::{LeaseError, leaked},
+};
 
 /// Forks one at a time: a fork copies whatever locks other threads hold.
 static ONE: Mutex<()> = Mutex::new(());
@@ -209,6 +213,45 @@ fn a_child_is_refused_changes_of_devices() {
     assert_eq!(in_child(child), 0);
     pool.add_device(&b).wait().unwrap();
     assert_eq!(b.as_soft().unwrap().regions(), 1);
+}
+
+#[test]
+fn a_child_ends_none_of_its_parents_leases() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let device = Device::soft();
+    let access = Access::LOCAL_WRITE | Access::MW_BIND;
+    let pool = soft(1 << 20).device(device.clone()).access(access).build().unwrap();
+    let qp = LeaseQp::soft(&device).unwrap();
+    let lease = || pool.alloc(64).unwrap().lease(&qp, Access::REMOTE_WRITE).unwrap();
+    let (a, b, c, spare) = (lease(), lease(), lease(), pool.alloc(64).unwrap());
+    let remotes = [a.remote(), b.remote(), c.remote()];
+    let reachable = |soft: &pinpool::device::SoftDevice| {
+        let reaches = |to: &pinpool::RemoteBuf| {
+            // SAFETY: nobody has a reference to the bytes.
+            unsafe { soft.write(to.rkey, to.addr, &[1]) }.is_ok()
+        };
+        remotes.iter().filter(|to| reaches(to)).count()
+    };
+    let status = in_child(|| {
+        use std::ptr::read;
+        // SAFETY: the child's own copies, of which it has one each; the parent's are others.
+        let (a, b, spare, qp) = unsafe { (read(&a), read(&b), read(&spare), read(&qp)) };
+        let refused = spare.lease(&qp, Access::REMOTE_WRITE).unwrap_err();
+        let foreign = matches!(refused.error, LeaseError::ForeignProcess);
+        let revoked = a.revoke().unwrap_err();
+        let foreign = foreign && matches!(*revoked.invalidate, LeaseError::ForeignProcess);
+        drop(b);
+        drop(qp);
+        // The child's copy of the device's tables is untouched.
+        foreign && reachable(device.as_soft().unwrap()) == 3
+    });
+    assert_eq!(status, 0, "the child's exit status");
+    assert_eq!(reachable(device.as_soft().unwrap()), 3);
+    assert_eq!(leaked(), 0);
+    drop(qp);
+    assert_eq!(reachable(device.as_soft().unwrap()), 0);
+    drop((a, b, c, spare));
+    pool.close().unwrap();
 }
 
 thread_local! {

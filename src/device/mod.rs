@@ -6,14 +6,17 @@ mod fault;
 mod soft;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 mod verbs;
+mod window;
 
 use std::{fmt, ptr::NonNull, sync::Arc};
 
 #[cfg(feature = "fault")]
 pub use self::fault::{Fault, FaultyRegistrar, MrRecord};
 pub use self::soft::{SoftDevice, SoftError};
+pub(crate) use self::soft::{SoftPart, WindowId};
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub use self::verbs::{ForkSupport, VerbsDevice};
+pub use self::window::{Guarantees, LeaseSupport};
 #[cfg(feature = "fault")]
 pub use crate::sys::mapping_faults::{FaultyMapping, MapFault, MapRecord, MapStep};
 use crate::{

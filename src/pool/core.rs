@@ -14,8 +14,6 @@ use std::{
     },
 };
 
-use parking_lot::{Mutex, MutexGuard};
-
 use super::{
     grow::Grower,
     posted::Posts,
@@ -32,6 +30,7 @@ use crate::{
     magazine::Local,
     page_map::PageMap,
     published::RailTable,
+    reentry::{self, Mutex, MutexGuard},
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
@@ -44,18 +43,22 @@ use crate::{
 /// What the handles, the buffers and the threads of one pool share.
 ///
 /// Lives while a handle or a buffer does. The first fields are all that the hot path reads; nothing
-/// writes to them after the pool was built.
+/// writes to them after the pool was built, but to `odd` when memory is short.
 ///
 /// Aligned so that they share no line with the reference count that slow paths write.
 #[repr(C, align(128))]
 pub(crate) struct Core {
     pub(crate) slot_offset: u32,
-    /// Applied to an address to get the one on the wire: all ones, or an arena's offset mask.
+    /// Subtracted from an address, before the mask, to get the one on the wire: 0, or where the arenas start.
+    pub(super) wire_base: u64,
+    /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
     pub(super) gated: bool,
     pub(super) access: Access,
+    /// Blocks out that are not of the class that their layout says; see `raw`.
+    pub(super) odd: AtomicUsize,
     /// To the core itself, for threads to keep.
     pub(super) own: Weak<Self>,
     pub(crate) id: u64,
@@ -100,6 +103,8 @@ impl Core {
         let mapping = plan.mapping.clone();
         let arenas = Arenas::build(plan)?;
         let tables = |source| BuildError::Reserve { len: arenas.reserved() / PAGE * 4, source };
+        // Changed under locks later on, so made as they are then.
+        let _own = reentry::enter();
         let base = arenas.base().as_ptr() as usize;
         let table = || mapping.before(MapStep::Table, 0, arenas.reserved(), 0);
         let map = || PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
@@ -114,10 +119,12 @@ impl Core {
         let core = Arc::new_cyclic(|own| Self {
             own: own.clone(),
             slot_offset: slot.offset(),
+            wire_base: if zero_based { base as u64 } else { 0 },
             wire_mask: if zero_based { stride as u64 - 1 } else { u64::MAX },
             remote: access.is_remote(),
             gated: asymmetric_barrier_available(),
             access,
+            odd: AtomicUsize::new(0),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
@@ -125,7 +132,7 @@ impl Core {
             slabs,
             posts: Posts::default(),
             waiters: Waiters::new(),
-            waited: Mutex::default(),
+            waited: Mutex::new(Waited::default()),
             depot: Depot::new(Limits { capacity }),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
@@ -198,6 +205,6 @@ impl Core {
     /// The address that the device knows a byte by.
     #[inline(always)]
     pub(crate) fn wire_addr(&self, ptr: NonNull<u8>) -> u64 {
-        ptr.as_ptr() as u64 & self.wire_mask
+        (ptr.as_ptr() as u64).wrapping_sub(self.wire_base) & self.wire_mask
     }
 }

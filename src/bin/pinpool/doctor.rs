@@ -2,7 +2,9 @@
 //! is the library's; this reads the flags and prints.
 
 use clap::ValueEnum;
-use pinpool::{Device, DoctorOptions, Numa, PageSize, Pages, Problem, Report, doctor};
+use pinpool::{
+    Device, DoctorOptions, Guarantees, LeaseSupport, Numa, PageSize, Pages, Problem, Report, doctor,
+};
 use serde_json::{Value, json};
 
 use crate::{
@@ -12,7 +14,8 @@ use crate::{
 
 /// Look this machine over for a pool: what it would use, and what to change
 ///
-/// Maps and registers nothing. Limits are those of the process that runs this: run it as the user, and under
+/// Builds no pool, and registers nothing but three pages, for a moment, to see what the device's memory
+/// windows hold. Limits are those of the process that runs this: run it as the user, and under
 /// the unit or container, that will hold the pool.
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -94,6 +97,19 @@ fn problems(list: &[Problem]) -> Vec<Value> {
     list.iter().map(|p| json!({ "kind": p.kind(), "what": p.what(), "fix": p.fix() })).collect()
 }
 
+fn leases(support: &LeaseSupport) -> Value {
+    let names = |what: Guarantees| {
+        what.iter_names().map(|(name, _)| name.to_ascii_lowercase()).collect::<Vec<_>>()
+    };
+    json!({
+        "windows": support.windows,
+        "held": names(support.held),
+        "lacking": names(support.lacking),
+        "untried": names(support.untried()),
+        "why": support.why,
+    })
+}
+
 /// The largest number stands for "unlimited", which is null.
 fn limited(v: u64) -> Option<u64> {
     (v != u64::MAX).then_some(v)
@@ -111,6 +127,7 @@ fn object(r: &Report, device: Option<&Device>) -> Value {
             "ports": ports.iter().map(|p| json!({
                 "number": p.number, "active": p.active, "link": p.link, "mtu": p.mtu,
             })).collect::<Vec<_>>(),
+            "leases": d.leases.as_ref().map(leases),
         }),
     });
     let cgroups = r.cgroups.iter().map(|c| {

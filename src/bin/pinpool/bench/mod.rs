@@ -5,6 +5,7 @@
 mod alloc;
 mod contest;
 mod growth;
+mod lease;
 mod registration;
 pub(crate) mod report;
 mod startup;
@@ -25,6 +26,7 @@ pub(crate) enum Bench {
     Registration(registration::Args),
     Startup(startup::Args),
     Growth(growth::Args),
+    Lease(lease::Args),
     /// Compare alloc + free with general allocators, other pools and the floor
     Alloc(alloc::Args),
     /// Compare passing buffers from one thread to another
@@ -42,6 +44,7 @@ pub(crate) fn run(bench: &Bench) -> Result<(), Failure> {
         Bench::Registration(args) => registration::run(args),
         Bench::Startup(args) => startup::run(args),
         Bench::Growth(args) => growth::run(args),
+        Bench::Lease(args) => lease::run(args),
         Bench::Alloc(args) => alloc::run(Group::Alloc, args),
         Bench::Handoff(args) => alloc::run(Group::Handoff, args),
         Bench::Churn(args) => alloc::run(Group::Churn, args),
