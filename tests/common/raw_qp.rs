@@ -39,7 +39,7 @@ impl RawQp {
                 let mut gid = ffi::ibv_gid { raw: [0; 16] };
                 // SAFETY: the context is open, `gid` is writable; both members are 16 bytes.
                 let raw = unsafe {
-                    (ffi::ibv_query_gid(context, PORT, i, &mut gid) == 0).then(|| gid.raw)
+                    (ffi::ibv_query_gid(context, PORT, i, &mut gid) == 0).then_some(gid.raw)
                 };
                 raw.filter(|raw| std::net::Ipv6Addr::from(*raw).to_ipv4_mapped().is_some())
                     .map(|raw| (i as u8, raw))
