@@ -1,6 +1,6 @@
 //! Arenas: mapping and registration, in the one order that is safe, and back in the reverse order.
 //!
-//! All arenas of a pool lie in one reserved address range, in slots a power of two apart, each registered as
+//! All arenas of a pool lie in one address range, reserved or lent, in slots a power of two apart, each registered as
 //! one memory region on each device. Bringing them up (`start`): map → bind → fault in → register. Taking
 //! one down: deregister → unmap; the PD goes with the last reference to the registrar (P4). Devices that come
 //! and go: `rails`. What lies inside an arena is the slabs' business; when one comes or goes, the pool's.
@@ -9,7 +9,10 @@ mod rails;
 mod start;
 
 use std::{
+    io, mem,
+    os::fd::OwnedFd,
     panic::{AssertUnwindSafe, catch_unwind},
+    path::PathBuf,
     ptr::NonNull,
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     time::Duration,
@@ -18,10 +21,10 @@ use std::{
 pub(crate) use self::rails::AddError;
 use crate::{
     access::{Access, Keys, PackedKeys},
-    config::{self, Event, EventHook, Plan},
+    config::{self, Backing, Event, EventHook, Memory, Plan},
     device::{Device, DeviceInfo, Registration},
-    error::{BuildError, RegisterError},
-    sys::mmap::Reservation,
+    error::{AdoptError, BuildError, RegisterError},
+    sys::mmap::{Origin, Reservation},
 };
 
 /// One arena as it stands: where it is and what it is made of.
@@ -129,8 +132,8 @@ impl Told {
                 ..
             } => {
                 let source = match source.raw_os_error() {
-                    Some(errno) => std::io::Error::from_raw_os_error(errno),
-                    None => std::io::Error::new(source.kind(), source.to_string()),
+                    Some(errno) => io::Error::from_raw_os_error(errno),
+                    None => io::Error::new(source.kind(), source.to_string()),
                 };
                 Some(RegisterError::Deregister { call, device: device.clone(), source })
             }
@@ -145,6 +148,15 @@ impl Told {
             Self::HugepagesMissing { .. } => None,
         }
     }
+}
+
+/// The file that an arena is made of.
+pub(crate) struct ArenaFile {
+    pub(crate) offset: usize,
+    pub(crate) len: usize,
+    pub(crate) page_size: usize,
+    pub(crate) file: OwnedFd,
+    pub(crate) path: Option<PathBuf>,
 }
 
 /// Where an arena stands, and its keys on each device as (rail, keys).
@@ -166,20 +178,37 @@ pub fn leaked_bytes() -> u64 {
     LEAKED.load(Relaxed)
 }
 
+/// The address range of a plan.
+fn reserve(plan: &mut Plan) -> Result<Reservation, BuildError> {
+    let len = plan.stride * plan.slots();
+    let origin = match mem::take(&mut plan.memory) {
+        Memory::Lent(lent) => {
+            // SAFETY: who lent it vouched for it (`Builder::adopt`), for as long as the pool and its buffers.
+            let lent = unsafe { Reservation::lend(lent.addr, plan.capacity, plan.mapping.clone()) };
+            let in_use = |(start, end)| BuildError::Adopt(AdoptError::InUse { start, end });
+            return lent.map_err(in_use);
+        }
+        Memory::Mapped(Backing::Private) => Origin::Private,
+        Memory::Mapped(Backing::Memfd) => Origin::Memfd,
+        Memory::Mapped(Backing::Hugetlbfs(dir)) => Origin::Hugetlbfs(dir),
+        Memory::Joined(files) => Origin::Given(files),
+    };
+    Reservation::of(len, plan.stride, origin, plan.mapping.clone())
+        .map_err(|source| BuildError::Reserve { len, source })
+}
+
 impl Arenas {
     /// Brings up the arenas that a plan begins with, or none. Address space is reserved for all that can
     /// come.
     pub(crate) fn build(mut plan: Plan) -> Result<Self, BuildError> {
-        let len = plan.stride * plan.slots();
-        let reservation = Reservation::new(len, plan.stride, plan.mapping.clone())
-            .map_err(|source| BuildError::Reserve { len, source })?;
+        let reservation = reserve(&mut plan)?;
         let rail = |(device, info)| Some(Rail { device, info });
         let rails = plan.devices.drain(..).zip(plan.infos.drain(..)).map(rail).collect();
         let first = plan.arenas.len();
         let mut arenas =
             Self { list: Vec::with_capacity(first), reservation, rails, plan, register_calls: 0 };
         // On an error, dropping `arenas` undoes exactly what stands.
-        let slots: Vec<usize> = (0..first).collect();
+        let slots: Vec<usize> = (0..first).map(|i| arenas.plan.slot_of(i)).collect();
         start::run(&mut arenas, &slots, None)?;
         arenas.plan.start.progress = None;
         Ok(arenas)
@@ -191,6 +220,16 @@ impl Arenas {
 
     pub(crate) fn reserved(&self) -> usize {
         self.reservation.len()
+    }
+
+    /// The files that the arenas are made of, if any.
+    pub(crate) fn files(&self) -> io::Result<Vec<ArenaFile>> {
+        let files = self.reservation.files()?;
+        let arena = |(offset, file, path)| {
+            let arena = self.list.iter().find(|a| self.offset(a.slot) == offset)?;
+            Some(ArenaFile { offset, len: arena.len, page_size: arena.page_size, file, path })
+        };
+        Ok(files.into_iter().filter_map(arena).collect())
     }
 
     pub(crate) fn register_calls(&self) -> u64 {
@@ -344,7 +383,7 @@ fn panicked(arena: usize, arenas: usize, len: usize) -> BuildError {
         page_size: 0,
         free_pages: None,
         step: "registering",
-        source: std::io::Error::other("the registrar panicked"),
+        source: io::Error::other("the registrar panicked"),
     }
 }
 

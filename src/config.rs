@@ -1,7 +1,9 @@
 //! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
 //! made here beyond reading limits.
 
+mod export;
 mod growth;
+mod memory;
 mod start;
 
 use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
@@ -22,9 +24,16 @@ use crate::{
     },
 };
 
-pub(crate) use self::growth::Growth;
-pub use self::start::{Numa, Progress, Stage};
-pub(crate) use self::start::{Placement, Start};
+pub use self::{
+    export::{ArenaLayout, ExportLayout, PoolExport},
+    memory::Backing,
+    start::{Numa, Progress, Stage},
+};
+pub(crate) use self::{
+    growth::Growth,
+    memory::{Fixed, Memory},
+    start::{Placement, Start},
+};
 
 /// A size of hugepage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,9 +68,11 @@ pub enum Pages {
     Base,
 }
 
+/// The page sizes to try, best first, and what is wrong with the one asked for.
+type Candidates = (Vec<usize>, Option<Problem>);
+
 impl Pages {
-    /// The sizes to try, best first, and what is wrong with the one asked for.
-    fn candidates(self) -> (Vec<usize>, Option<Problem>) {
+    fn candidates(self) -> Candidates {
         let offered = limits::page_sizes();
         let base = mmap::base_page();
         match self {
@@ -168,6 +179,7 @@ pub struct Builder<R = Any> {
     colouring: bool,
     hook: Option<EventHook>,
     start: start::Wishes,
+    memory: memory::Wishes,
     growth: growth::Wishes,
     _reach: PhantomData<R>,
     mapping: StepHook,
@@ -184,6 +196,7 @@ impl Default for Builder {
             colouring: false,
             hook: None,
             start: start::Wishes::default(),
+            memory: memory::Wishes::default(),
             growth: growth::Wishes::default(),
             _reach: PhantomData,
             mapping: StepHook::default(),
@@ -237,6 +250,7 @@ impl Builder {
             colouring: self.colouring,
             hook: self.hook,
             start: self.start,
+            memory: self.memory,
             growth: self.growth,
             _reach: PhantomData,
             mapping: self.mapping,
@@ -308,6 +322,11 @@ impl<R: Reach> Builder<R> {
 
     /// Checks everything that can be known before the first page is mapped.
     fn plan(self) -> Result<Plan, BuildError> {
+        self.plan_on(None)
+    }
+
+    /// The same for memory that is there already, if `share` or the builder names some.
+    pub(crate) fn plan_on(mut self, share: Option<PoolExport>) -> Result<Plan, BuildError> {
         let infos: Vec<_> = self.devices.iter().map(Device::info).collect();
         if infos.is_empty() {
             return Err(BuildError::NoDevice);
@@ -320,16 +339,17 @@ impl<R: Reach> Builder<R> {
                 return Err(BuildError::DuplicateDevice { device: infos[i].name.clone() });
             }
         }
-        let asked = Asked {
-            access: self.access,
-            capacity: self.capacity,
-            max_capacity: self.growth.max_capacity,
-            arena_size: self.arena_size,
-            pages: self.pages,
-            numa: self.start.numa,
-        };
-        let (Layout { capacity, stride, arenas, more, page_sizes }, found) =
-            asked.examine(&infos, &Facts::gather())?;
+        let facts = Facts::gather();
+        let asked = self.asked();
+        let (Layout { capacity, stride, arenas, more, page_sizes }, found, memory, fixed) =
+            match self.memory_given(share, &infos)? {
+                Some(given) => given.examine(&asked, &infos, &facts)?,
+                None => {
+                    let (backing, pages) = self.planned_backing()?;
+                    let (layout, found) = asked.examine_on(&infos, &facts, pages)?;
+                    (layout, found, Memory::Mapped(backing), Vec::new())
+                }
+            };
         let growth = self.growth.plan(capacity, more)?;
         let start = self.start.plan(found.placement, self.access, capacity)?;
         if let Some(e) = problem::all(found.problems) {
@@ -346,9 +366,17 @@ impl<R: Reach> Builder<R> {
             pad: if self.colouring { MIN_BLOCK } else { 0 },
             hook: self.hook,
             start,
+            memory,
+            fixed,
             growth,
             mapping: self.mapping,
         })
+    }
+
+    fn asked(&self) -> Asked {
+        let Self { access, capacity, arena_size, pages, .. } = *self;
+        let (max_capacity, numa) = (self.growth.max_capacity, self.start.numa);
+        Asked { access, capacity, max_capacity, arena_size, pages, numa }
     }
 }
 
@@ -382,18 +410,31 @@ impl Asked {
         infos: &[DeviceInfo],
         facts: &Facts,
     ) -> Result<(Layout, Findings), BuildError> {
-        // The device whose regions are shortest has its say in how long arenas are.
-        let info = infos.iter().min_by_key(|i| i.max_mr_size).ok_or(BuildError::NoDevice)?;
-        if let Some(reason) = self.access.conflict() {
-            return Err(BuildError::Access { access: self.access, reason });
+        self.examine_on(infos, facts, self.pages.candidates())
+    }
+
+    fn check_access(&self) -> Result<(), BuildError> {
+        match self.access.conflict() {
+            Some(reason) => Err(BuildError::Access { access: self.access, reason }),
+            None => Ok(()),
         }
+    }
+
+    /// The same on these pages.
+    fn examine_on(
+        &self,
+        infos: &[DeviceInfo],
+        facts: &Facts,
+        (page_sizes, absent): Candidates,
+    ) -> Result<(Layout, Findings), BuildError> {
+        let info = shortest(infos)?;
+        self.check_access()?;
         if self.capacity == 0 {
             return Err(BuildError::ZeroCapacity);
         }
         if self.capacity > MAX {
             return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
         }
-        let (page_sizes, absent) = self.pages.candidates();
         let page = page_sizes[0];
         let capacity = self.capacity.next_multiple_of(page);
         let (mut first, mut notes) = (Vec::new(), Vec::new());
@@ -431,7 +472,8 @@ impl Asked {
         let judge = |arenas: &[usize]| {
             let base_page = mmap::base_page();
             let (numa, page_sizes) = (self.numa, &page_sizes[..]);
-            let demand = Demand { infos, arenas, stride, page_sizes, base_page, numa };
+            let there = false;
+            let demand = Demand { infos, arenas, stride, page_sizes, base_page, numa, there };
             preflight::judge(&demand, facts)
         };
         let mut found = judge(&arenas);
@@ -450,6 +492,11 @@ impl Asked {
         found.notes.splice(0..0, notes);
         Ok((Layout { capacity, stride, arenas, more, page_sizes }, found))
     }
+}
+
+/// The device whose regions are shortest: it has its say in how long arenas are.
+fn shortest(infos: &[DeviceInfo]) -> Result<&DeviceInfo, BuildError> {
+    infos.iter().min_by_key(|i| i.max_mr_size).ok_or(BuildError::NoDevice)
 }
 
 /// What is wrong with registering arenas of a pool on one device more, beside what it is on already.
@@ -574,6 +621,9 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    pub(crate) memory: Memory,
+    /// Where each arena lies and what it is made of, if others decided that; else empty.
+    pub(crate) fixed: Vec<Fixed>,
     pub(crate) growth: Growth,
     /// Asked before each step of mapping.
     pub(crate) mapping: StepHook,
@@ -582,11 +632,21 @@ pub(crate) struct Plan {
 impl Plan {
     /// How many arenas there can be at a time.
     pub(crate) fn slots(&self) -> usize {
-        self.arenas.len() + self.growth.more.len()
+        let fixed = self.fixed.iter().map(|f| f.slot + 1).max();
+        fixed.unwrap_or(self.arenas.len() + self.growth.more.len())
+    }
+
+    /// The slot of one of the arenas that the pool begins with.
+    pub(crate) fn slot_of(&self, arena: usize) -> usize {
+        self.fixed.get(arena).map_or(arena, |f| f.slot)
     }
 
     /// Bytes of the arena of a slot.
     pub(crate) fn len_of(&self, slot: usize) -> usize {
+        if !self.fixed.is_empty() {
+            let arena = self.fixed.iter().position(|f| f.slot == slot);
+            return arena.and_then(|i| self.arenas.get(i)).copied().unwrap_or(0);
+        }
         let more = || self.growth.more.get(slot - self.arenas.len());
         self.arenas.get(slot).or_else(more).copied().unwrap_or(0)
     }

@@ -32,6 +32,10 @@
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
 //! is the software device alone. `fault` adds registering and mapping that fail on demand, `loopback` connected
 //! queue pairs on one device, `cli` the `pinpool` program.
+//!
+//! For code that knows nothing of RDMA: `allocator-api2` (or `nightly`) makes a pool the allocator of
+//! collections, `global` brings a global allocator that serves from a pool, `bytes` and `codec` hand buffers out
+//! as `bytes::Bytes` and read messages into them over tokio, `bytemuck` views them as plain old data.
 
 // Layers, lowest first: each file uses only its own or lower ones.
 
@@ -43,6 +47,7 @@ mod bell;
 mod config;
 #[cfg(not(loom))]
 mod error;
+mod lock;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
@@ -78,11 +83,15 @@ mod depot;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod record;
 mod stack;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
+mod tokens;
+mod waiters;
 
 // Layer 5: the pool.
 #[cfg(not(loom))]
@@ -93,6 +102,10 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod sg_list;
+#[cfg(not(loom))]
+mod shared;
 
 // Layer 6: the faces, what looks a machine over, and rights over single buffers.
 #[cfg(not(loom))]
@@ -128,20 +141,25 @@ pub use crate::{
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
+    config::{
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
+        Progress, Stage,
+    },
     device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError, Exhausted,
-        FreeError, RegisterError, UnknownDevice,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, ExportError, FreeError, RegisterError, TokenError, UnknownDevice,
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::{DeviceChange, Pool},
+    pool::{AllocFuture, DeviceChange, InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
+    sg_list::{SgList, SgListError},
+    shared::SharedArenas,
     stats::{ClassStats, Stats},
 };
 

@@ -26,6 +26,8 @@ pub(crate) struct Demand<'a> {
     pub(crate) base_page: usize,
     /// Where pages shall come from.
     pub(crate) numa: Numa,
+    /// Whether all of it is mapped already, and will only be registered.
+    pub(crate) there: bool,
 }
 
 /// What was found.
@@ -54,10 +56,12 @@ pub(crate) fn judge(demand: &Demand<'_>, facts: &Facts) -> Findings {
     let pinned = pins.clone().next();
     let pinned = pinned.and_then(|i| memlock(i, bytes.saturating_mul(times), &facts.memlock));
     found.problems.extend(pinned.or_else(|| memlock(locks.next()?, bytes, &facts.memlock)));
-    let nodes = Nodes::of(facts);
-    found.placement = nodes::place(demand, facts, &nodes, &mut found.problems);
-    hugepages(demand, facts, &nodes, &mut found);
-    base_pages(demand, facts, &nodes, &mut found);
+    if !demand.there {
+        let nodes = Nodes::of(facts);
+        found.placement = nodes::place(demand, facts, &nodes, &mut found.problems);
+        hugepages(demand, facts, &nodes, &mut found);
+        base_pages(demand, facts, &nodes, &mut found);
+    }
     // One for each arena, and some for the guards beside them and the tables.
     let needed = (arenas.len() as u64).saturating_add(8);
     if let Some(limit) = facts.max_maps

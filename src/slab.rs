@@ -19,8 +19,8 @@ use crate::{
     access::PackedKeys,
     bell::Bell,
     error::FreeError,
+    lock::{Mutex, MutexGuard},
     page_map::{PageEntry, PageMap},
-    reentry::{Mutex, MutexGuard},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
         AtomicU32, AtomicU64, AtomicUsize,
@@ -37,6 +37,9 @@ pub(crate) struct Entry {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) keys: PackedKeys,
 }
+
+// SAFETY: an address and two keys; whoever has it owns the block, on whichever thread.
+unsafe impl Send for Entry {}
 
 const WORDS: usize = size_class::MAX_SLAB_BLOCKS / 64;
 
@@ -350,6 +353,14 @@ impl Slabs {
         }
     }
 
+    /// First page and length in pages of every slab and span that there is, in no order.
+    pub(crate) fn runs_in_use(&self) -> Vec<(u32, u32)> {
+        let state = self.state.lock();
+        let table = &self.table[..state.next as usize];
+        let run = |s: &Slab| (s.first.load(Relaxed), s.pages.load(Relaxed));
+        table.iter().map(run).filter(|&(_, pages)| pages > 0).collect()
+    }
+
     /// Marks a block, which the caller owns, as out as a raw pointer.
     pub(crate) fn set_out(&self, ptr: NonNull<u8>) {
         if let Ok((slab, block, _)) = self.locate(ptr.as_ptr() as usize) {
@@ -552,8 +563,12 @@ impl Slabs {
         align_pages: u32,
         parked: bool,
     ) -> Option<u32> {
-        // Alignment is one of addresses, and the pool's base is aligned to at least an arena.
-        let aligned = |first: u32| first.checked_next_multiple_of(align_pages);
+        // Alignment is one of addresses, and lent memory may start at any page.
+        let base = self.map.base() >> PAGE_SHIFT;
+        let aligned = |first: u32| {
+            let page = (base + first as usize).checked_next_multiple_of(align_pages as usize)?;
+            u32::try_from(page - base).ok()
+        };
         let fits = |&&(len, first): &&(u32, u32)| {
             aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
         };

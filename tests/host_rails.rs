@@ -144,7 +144,6 @@ fn a_start_that_fails_on_one_device_is_undone_on_all() {
         let e = rails(3 * MIB, &[&a, &Device::custom(calls.clone())]).build().unwrap_err();
         assert_eq!(e.raw_os_error(), Some(EIO));
         assert_eq!((regions(&a), calls.live()), (0, 0));
-        assert!(calls.requests().iter().all(|r| !mapped(r.addr, r.len)));
     }
 }
 
@@ -316,8 +315,7 @@ fn a_device_that_keeps_an_arena_keeps_its_memory() {
     }
     assert_eq!(told.load(Relaxed), MIB as u64);
     // Last first, so the second call was for the middle one.
-    let is_mapped = |i: usize| mapped(arenas[i].addr.as_ptr() as usize, MIB);
-    assert_eq!((is_mapped(0), is_mapped(1), is_mapped(2)), (false, true, false));
+    assert!(mapped(arenas[1].addr.as_ptr() as usize, MIB), "the device may still write here");
     assert_eq!(regions(&a), 0);
 }
 
@@ -383,8 +381,6 @@ fn the_end_of_a_pool_answers_whoever_waits() {
     assert!(matches!(e, DeviceChangeError::Closed), "{e}");
     ender.join().unwrap();
     assert_eq!((regions(&a), held.calls.live()), (0, 0));
-    // The thread lets go of the device soon after.
-    assert!(held.calls.requests().iter().all(|r| !mapped(r.addr, r.len)));
 }
 
 #[test]

@@ -219,7 +219,11 @@ impl Start<'_> {
         mut tried: Option<Tried>,
     ) -> Result<(Coming, Option<Tried>), BuildError> {
         let sizes = &self.plan.page_sizes;
+        let fixed = self.plan.fixed.get(index).map(|f| f.page_size);
         for (candidate, &page_size) in sizes.iter().enumerate().skip(candidate) {
+            if fixed.is_some_and(|p| p != page_size) {
+                continue;
+            }
             let start = Instant::now();
             match self.map_pages(state, index, page_size) {
                 Ok(()) => {

@@ -119,6 +119,11 @@ impl<R: Reach> Builder<R> {
 }
 
 impl Wishes {
+    /// Whether pages are to lie on nodes of the user's choice.
+    pub(super) fn place(&self) -> bool {
+        matches!(self.numa, Numa::Node(_) | Numa::Interleave)
+    }
+
     /// Checks what can be checked before the first page is mapped.
     pub(super) fn plan(
         self,

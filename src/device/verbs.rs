@@ -29,9 +29,10 @@ use crate::{
 #[non_exhaustive]
 pub enum ForkSupport {
     /// The kernel gives a child copies of pinned pages at the fork (5.12 and later). Nothing need be
-    /// done.
+    /// done. Where `RDMAV_FORK_SAFE` is set, libibverbs hides them all the same.
     CopyOnFork,
-    /// libibverbs keeps registered pages out of children (`ibv_fork_init`).
+    /// libibverbs keeps registered pages out of children (`ibv_fork_init`): one that looks into a buffer is
+    /// killed by the fault.
     HiddenFromChildren,
     /// Neither. After a fork the first to write a page, parent or child, gets a copy of it; if it is
     /// the parent, the device goes on with the old one. Do not fork, or fork only to `exec`.

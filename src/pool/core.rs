@@ -14,7 +14,12 @@ use std::{
     },
 };
 
-use super::{grow::Grower, rails::Shown};
+use super::{
+    grow::Grower,
+    posted::Posts,
+    rails::Shown,
+    wait::{Block, Need, Waited},
+};
 use crate::{
     access::Access,
     arena::Arenas,
@@ -22,15 +27,18 @@ use crate::{
     config::Plan,
     depot::{Depot, Limits},
     error::BuildError,
+    lock::{Mutex, MutexGuard},
     magazine::Local,
     page_map::PageMap,
     published::RailTable,
-    reentry::{self, Mutex, MutexGuard},
+    reentry,
     size_class::PAGE,
     slab::Slabs,
     sync::asymmetric_barrier_available,
     sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
+    tokens::Tokens,
+    waiters::Waiters,
 };
 
 /// What the handles, the buffers and the threads of one pool share.
@@ -42,7 +50,9 @@ use crate::{
 #[repr(C, align(128))]
 pub(crate) struct Core {
     pub(crate) slot_offset: u32,
-    /// Applied to an address to get the one on the wire: all ones, or an arena's offset mask.
+    /// Subtracted from an address, before the mask, to get the one on the wire: 0, or where the arenas start.
+    pub(super) wire_base: u64,
+    /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
@@ -56,8 +66,12 @@ pub(crate) struct Core {
     /// The fork generation and process that built the pool.
     pub(super) generation: u32,
     pub(super) process: u32,
+    pub(crate) tokens: Tokens,
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
+    pub(super) posts: Posts,
+    pub(super) waiters: Waiters<Need, Block>,
+    pub(super) waited: Mutex<Waited>,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -97,6 +111,7 @@ impl Core {
         let map = || PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
         let map = table().and_then(|()| map()).map_err(tables)?;
         let ranges = arenas.standing().map(|a| (a.offset, a.len));
+        let tokens = table().and_then(|()| Tokens::new(&map)).map_err(tables)?;
         let slabs = table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell));
         let slabs = slabs.map_err(tables)?;
         let slot = Slot::take();
@@ -105,6 +120,7 @@ impl Core {
         let core = Arc::new_cyclic(|own| Self {
             own: own.clone(),
             slot_offset: slot.offset(),
+            wire_base: if zero_based { base as u64 } else { 0 },
             wire_mask: if zero_based { stride as u64 - 1 } else { u64::MAX },
             remote: access.is_remote(),
             gated: asymmetric_barrier_available(),
@@ -113,7 +129,11 @@ impl Core {
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
+            tokens,
             slabs,
+            posts: Posts::default(),
+            waiters: Waiters::new(),
+            waited: Mutex::new(Waited::default()),
             depot: Depot::new(Limits { capacity }),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
@@ -186,6 +206,6 @@ impl Core {
     /// The address that the device knows a byte by.
     #[inline(always)]
     pub(crate) fn wire_addr(&self, ptr: NonNull<u8>) -> u64 {
-        ptr.as_ptr() as u64 & self.wire_mask
+        (ptr.as_ptr() as u64).wrapping_sub(self.wire_base) & self.wire_mask
     }
 }

@@ -50,7 +50,15 @@ fn placed(facts: &Facts, numa: Numa, bytes: u64, page_sizes: &[usize]) -> Findin
     let (info, arenas) = (device(), [bytes as usize]);
     let stride = arenas[0].next_power_of_two();
     judge(
-        &Demand { infos: &[info], arenas: &arenas, stride, page_sizes, base_page: BASE, numa },
+        &Demand {
+            infos: &[info],
+            arenas: &arenas,
+            stride,
+            page_sizes,
+            base_page: BASE,
+            numa,
+            there: false,
+        },
         facts,
     )
 }
@@ -75,9 +83,9 @@ fn on(
 ) -> Findings {
     let arenas = vec![arena as usize; count];
     let stride = (arena as usize).next_power_of_two();
-    let (arenas, numa) = (&*arenas, Numa::OfDevice);
+    let (arenas, numa, there) = (&*arenas, Numa::OfDevice, false);
     let infos = std::slice::from_ref(info);
-    judge(&Demand { infos, arenas, stride, page_sizes, base_page: BASE, numa }, facts)
+    judge(&Demand { infos, arenas, stride, page_sizes, base_page: BASE, numa, there }, facts)
 }
 
 fn kinds(problems: &[Problem]) -> Vec<&'static str> {
@@ -208,7 +216,8 @@ fn every_device_counts() {
     let on = |infos: &[DeviceInfo], m: &Facts| {
         let (arenas, page_sizes, numa) = (&arenas, &[BASE], Numa::OfDevice);
         let (stride, base_page) = (2 << 20, BASE);
-        judge(&Demand { infos, arenas, stride, page_sizes, base_page, numa }, m).problems
+        judge(&Demand { infos, arenas, stride, page_sizes, base_page, numa, there: false }, m)
+            .problems
     };
     assert!(on(&two[..1], &m).is_empty());
     assert_eq!(kinds(&on(&two, &m)), ["too_many_arenas"], "twice 4 MiB is all there may be");

@@ -2,6 +2,7 @@
 //! an owner that gives it back when dropped; no policy lives here.
 
 pub(crate) mod fork;
+pub(crate) mod futex;
 pub(crate) mod limits;
 pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
@@ -10,7 +11,10 @@ pub(crate) mod numa;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 #[cfg_attr(not(feature = "loopback"), allow(dead_code, unreachable_pub))]
 pub(crate) mod queue_pair;
+pub(crate) mod shared;
 pub(crate) mod signals;
+pub(crate) mod smaps;
+pub(crate) mod tick;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]

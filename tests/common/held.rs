@@ -1,11 +1,9 @@
 //! A registrar whose register calls can be held: for looking at a pool in the middle of one.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+#![allow(dead_code, unreachable_pub)]
 
-use std::{
-    sync::{Arc, Condvar, Mutex},
-    thread,
-};
+use std::{sync::Arc, thread};
 
+use parking_lot::{Condvar, Mutex};
 use pinpool::{
     Device, RegisterError,
     device::{DeviceInfo, FaultyRegistrar, MrHandle, MrRequest, Registrar, Registration},
@@ -38,28 +36,27 @@ impl Held {
 
     /// Has register calls wait from now on.
     pub fn hold(&self) {
-        self.state.0.lock().unwrap().hold = true;
+        self.state.0.lock().hold = true;
     }
 
     /// Returns once a call waits.
     pub fn await_call(&self) {
-        let state = self.state.0.lock().unwrap();
-        drop(self.state.1.wait_while(state, |s| s.waiting == 0).unwrap());
+        self.state.1.wait_while(&mut self.state.0.lock(), |s| s.waiting == 0);
     }
 
     /// Lets all go on.
     pub fn release(&self) {
-        self.state.0.lock().unwrap().hold = false;
+        self.state.0.lock().hold = false;
         self.state.1.notify_all();
     }
 
     /// Has the next register call, or the one that waits, panic.
     pub fn panic_once(&self) {
-        self.state.0.lock().unwrap().panics = true;
+        self.state.0.lock().panics = true;
     }
 
     pub fn threads(&self) -> Vec<String> {
-        self.state.0.lock().unwrap().threads.clone()
+        self.state.0.lock().threads.clone()
     }
 }
 
@@ -70,11 +67,11 @@ unsafe impl Registrar for Held {
     }
 
     unsafe fn register(&self, request: &MrRequest) -> Result<Registration, RegisterError> {
-        let mut state = self.state.0.lock().unwrap();
+        let mut state = self.state.0.lock();
         state.threads.push(thread::current().name().unwrap_or_default().to_owned());
         state.waiting += 1;
         self.state.1.notify_all();
-        let mut state = self.state.1.wait_while(state, |s| s.hold).unwrap();
+        self.state.1.wait_while(&mut state, |s| s.hold);
         let panics = std::mem::take(&mut state.panics);
         state.waiting -= 1;
         drop(state);
