@@ -19,8 +19,8 @@ use crate::{
     access::PackedKeys,
     bell::Bell,
     error::FreeError,
+    lock::{Mutex, MutexGuard},
     page_map::{PageEntry, PageMap},
-    reentry::{Mutex, MutexGuard},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
         AtomicU32, AtomicU64, AtomicUsize,
