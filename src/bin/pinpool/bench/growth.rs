@@ -118,6 +118,9 @@ impl Times {
     }
 }
 
+/// Begins the error of a repetition that measured next to nothing.
+const FEW: &str = "too few allocs";
+
 /// What one thread does on one side, until `over`.
 fn work(pool: &Pool, seed: u64, over: impl Fn() -> bool) -> Result<Times, String> {
     let mut times = Times::new();
@@ -272,7 +275,7 @@ impl Job {
         let stats = stats.ok_or_else(|| failed("there are no books".to_owned()))?;
         if growing.count < 1000 || quiet.count < 1000 {
             return Err(failed(format!(
-                "only {} allocs fell into the growth from {} to {}; make it longer with --max-capacity",
+                "{FEW} ({}) in the growth from {} to {}; make it longer with --max-capacity",
                 growing.count.min(quiet.count),
                 show_bytes(self.args_capacity),
                 show_bytes(self.max_capacity)
@@ -349,9 +352,15 @@ fn measure(job: &Job, args: &Args) -> Result<Vec<Row>, Failure> {
                 break 'reps;
             }
             progress.at(format!("{} threads", row.threads));
-            let done = match job.rep(args, row.threads) {
-                Err(Failure::Interrupted) => break 'reps,
-                done => done?,
+            // On a busy machine a growth can be over before the threads have had a processor.
+            let mut tries = 0;
+            let done = loop {
+                tries += 1;
+                match job.rep(args, row.threads) {
+                    Err(Failure::Interrupted) => break 'reps,
+                    Err(Failure::Failed(e)) if tries < 20 && e.starts_with(FEW) => {}
+                    done => break done?,
+                }
             };
             progress.step_done();
             // The first round has the machine's memory and the program's code brought up.
