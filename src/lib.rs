@@ -89,7 +89,9 @@ mod local;
 #[cfg(not(loom))]
 mod pool;
 
-// Layer 6: what looks a machine over.
+// Layer 6: the faces, and what looks a machine over.
+#[cfg(not(loom))]
+mod adapters;
 #[cfg(not(loom))]
 mod doctor;
 
@@ -97,6 +99,8 @@ mod doctor;
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
 
+#[cfg(all(not(loom), feature = "capi"))]
+pub use crate::adapters::capi;
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},

@@ -243,6 +243,12 @@ impl<R> Pool<R> {
         self.core().access
     }
 
+    /// Whether this process is a forked child of the one that built the pool, in which every use of it is
+    /// an error.
+    pub fn is_foreign(&self) -> bool {
+        self.core().foreign_process()
+    }
+
     /// Closes the pool and says how that went, which dropping the handle cannot.
     ///
     /// # Errors
