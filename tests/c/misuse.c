@@ -39,7 +39,7 @@ static pinpool_t *open_soft(size_t capacity) {
 }
 
 static void nulls(void) {
-    pinpool_t *pool = open_soft(1 << 20);
+    pinpool_t *pool = (pinpool_t *)&pool;
     pinpool_options_t o = soft(1 << 20);
     pinpool_buf_t buf;
     pinpool_keys_t keys;
@@ -47,6 +47,7 @@ static void nulls(void) {
     size_t got;
     pinpool_options_init(NULL);
     ANSWERS(pinpool_open(NULL, &pool), PINPOOL_NULL);
+    CHECK(pool == NULL);
     pool = open_soft(1 << 20);
     ANSWERS(pinpool_open(&o, NULL), PINPOOL_NULL);
     ANSWERS(pinpool_close(NULL), PINPOOL_NULL);

@@ -9,9 +9,12 @@ use std::{
     },
 };
 
+use parking_lot::Mutex;
+
 use super::{
     fail::{
-        PINPOOL_CLOSED, PINPOOL_LIVE, PINPOOL_OK, code_of_build, code_of_close, fail, guarded, null,
+        PINPOOL_CLOSED, PINPOOL_FORKED, PINPOOL_LIVE, PINPOOL_OK, code_of_build, code_of_close,
+        fail, guarded, null,
     },
     options::{Wanted, pinpool_options_t},
 };
@@ -58,6 +61,14 @@ impl pinpool_t {
     }
 }
 
+/// Keeps a handle for the rest of the process, and in reach, so that no leak checker takes it for lost.
+fn keep(handle: pinpool_t) -> &'static pinpool_t {
+    static HANDLES: Mutex<Vec<&'static pinpool_t>> = Mutex::new(Vec::new());
+    let handle: &'static pinpool_t = Box::leak(Box::new(handle));
+    HANDLES.lock().push(handle);
+    handle
+}
+
 #[cold]
 #[inline(never)]
 fn closed() -> c_int {
@@ -89,9 +100,9 @@ pub unsafe extern "C" fn pinpool_open(
         match wanted.builder().build() {
             Ok(built) => {
                 let opened = Box::into_raw(Box::new(Opened { pool: built, device }));
-                let handle = Box::new(pinpool_t { opened: AtomicPtr::new(opened) });
+                let handle = keep(pinpool_t { opened: AtomicPtr::new(opened) });
                 // SAFETY: as above.
-                unsafe { pool.write(Box::into_raw(handle)) };
+                unsafe { pool.write(ptr::from_ref(handle).cast_mut()) };
                 PINPOOL_OK as c_int
             }
             Err(e) => fail(code_of_build(&e), e),
@@ -118,7 +129,7 @@ pub unsafe extern "C" fn pinpool_pd(pool: *const pinpool_t) -> *mut c_void {
 /// Closes a pool: deregisters, unmaps, and lets the protection domain go.
 ///
 /// Answers `PINPOOL_LIVE` while buffers are out, with their number in the message, and the pool is then as
-/// before: free them and close again. After any other answer the handle is closed, and every later call
+/// before: free them and close again. So it is with `PINPOOL_FORKED`. After any other answer the handle is closed, and every later call
 /// with it answers `PINPOOL_CLOSED`.
 ///
 /// # Safety
@@ -131,8 +142,12 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_t) -> c_int {
             Ok(inner) => inner,
             Err(code) => return code,
         };
+        if inner.is_foreign() {
+            let text = "this process is a forked child: the pool is its parent's";
+            return fail(PINPOOL_FORKED, text);
+        }
         let stats = inner.stats();
-        if stats.live_buffers > 0 && !inner.is_foreign() {
+        if stats.live_buffers > 0 {
             let (buffers, bytes) = (stats.live_buffers, stats.live);
             return fail(
                 PINPOOL_LIVE,
