@@ -43,7 +43,7 @@ The first rung that works is taken; stderr says which, and why not a better one:
             on each are made (they stay until "down"), CMD runs here
     guest   CMD runs in a small virtual machine (x86-64; Debian or Ubuntu kernel)
             with the devices rxe0 and rxe1, two NUMA nodes, 512 hugepages of
-            2 MiB and no memlock limit. Hardware virtualization is used if a
+            2 MiB, one of 1 GiB and no memlock limit. Hardware virtualization is used if a
             short probe boot succeeds with it, else emulation (slower).
 
 Options:
@@ -64,7 +64,7 @@ In the guest:
     LC_*, LD_LIBRARY_PATH and the like; RXE_SETUP_ENV="A B" passes on A and B.
 
 Environment:
-    RXE_SETUP_MEMORY   memory of the guest (default 6G, at least 3G), split over both nodes
+    RXE_SETUP_MEMORY   memory of the guest (default 6G, at least 4G), split over both nodes
     RXE_SETUP_CPUS     processors of the guest (default 2)
 
 Missing packages are installed with apt (sudo is used for that alone, and to
@@ -581,7 +581,8 @@ boot_guest() { # [SECONDS]
         node0=${half}M,cpus=0-$((cpus / 2 - 1)) node1=${half}M,cpus=$((cpus / 2))-$((cpus - 1))
     fi
     # Zeroing, mitigations and self-tests cost an emulated boot 6 s.
-    kernel_options=("PATH=$CACHE/shims:/usr/sbin:/usr/bin:/sbin:/bin" hugepagesz=2M hugepages=512 init_on_alloc=0
+    kernel_options=("PATH=$CACHE/shims:/usr/sbin:/usr/bin:/sbin:/bin" hugepagesz=2M hugepages=512
+        hugepagesz=1G hugepages=1 init_on_alloc=0
         mitigations=off rcupdate.rcu_expedited=1 apparmor=0 audit=0 cryptomgr.notests nmi_watchdog=0)
     run=(env "TMPDIR=$run_dir" setpriv --pdeathsig KILL "$CACHE/venv/bin/python" "$CACHE/venv/bin/virtme-run"
         --kimg "$CACHE/kernel/boot/vmlinuz-$kernel_release" --mods auto --force-9p

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "problem", "sync", "size_class", "config", "reach"},
+    {"access", "error", "problem", "reentry", "sync", "size_class", "config", "reach", "bell"},
     {"sys"},
     {"device", "preflight"},
-    {"arena", "page_map", "slab"},
-    {"stack", "gate", "depot", "magazine", "thread", "stats"},
-    {"pool", "buf", "local", "batch"},
-    {"adapters", "doctor", "loopback"},
+    {"arena", "page_map", "published", "slab"},
+    {"stack", "gate", "depot", "magazine", "thread", "stats", "record", "tokens", "waiters"},
+    {"pool", "buf", "local", "batch", "shared", "sg_list"},
+    {"adapters", "doctor", "lease", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.
 ALLOWED = {

@@ -11,7 +11,7 @@ use std::hint::black_box;
 use gungraun::{
     Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
 };
-use pinpool::{Batch, Buf, Device, Pages, Pool};
+use pinpool::{Batch, Buf, Builder, Device, Pages, Pool, reach::Rails};
 
 const PAIRS: u64 = 10_000;
 /// Allowed for entering and leaving the measured function, and the few slow paths in a round.
@@ -21,25 +21,59 @@ const SLACK: u64 = 2_000;
 const PLAIN: u64 = 32;
 /// The length is not known when compiling, so its class is computed.
 const ANY_LENGTH: u64 = 50;
+/// Without a look at keys, for on several devices that is a look-up.
+const RAILS: u64 = 28;
+/// With one such look-up, of the second device.
+const RAILS_KEYS: u64 = 70;
 const LOCAL: u64 = 33;
 /// Every block passes through the depot.
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
 const MANY: u64 = 18;
+<<<<<<< HEAD
 const RAW: u64 = 200;
 const C: u64 = 200;
+=======
+/// A plain pair with a trip into a token and back in between, of which the bench itself takes three (the token
+/// and the length pass through memory).
+const TOKEN: u64 = PLAIN + 43;
+>>>>>>> main
 
-fn pool() -> Pool {
-    let pool = Pool::builder()
+fn builder() -> Builder {
+    Pool::builder()
         .device(Device::soft())
         .access(pinpool::Access::LOCAL_WRITE | pinpool::Access::REMOTE_READ)
         .capacity(64 << 20)
         .pages(Pages::Base)
-        .build()
-        .unwrap();
+}
+
+fn pool() -> Pool {
+    let pool = builder().build().unwrap();
     // Load this thread's magazine.
     drop(pool.alloc(4096).unwrap());
     pool
+}
+
+/// A pool that can grow, and has: the arena that came serves beside the first.
+fn growing() -> Pool {
+    let pool =
+        builder().capacity(4 << 20).max_capacity(64 << 20).low_watermark(1 << 20).build().unwrap();
+    let held = pool.alloc(7 << 19).unwrap();
+    while pool.stats().growths == 0 {
+        std::thread::yield_now();
+    }
+    drop(held);
+    drop(pool.alloc(4096).unwrap());
+    pool
+}
+
+/// A pool on three devices, one of which came while it served.
+fn rails() -> (Pool<Rails>, Device) {
+    let second = Device::soft();
+    let pool = builder().devices([Device::soft(), second.clone()]).build().unwrap();
+    pool.add_device(&Device::soft()).wait().unwrap();
+    drop(pool.alloc(4096).unwrap());
+    (pool, second)
 }
 
 #[inline(always)]
@@ -58,6 +92,53 @@ fn plain(pool: Pool) -> Pool {
         touch(&mut buf);
     }
     pool
+}
+
+#[library_benchmark(config = gate(TOKEN), setup = pool)]
+fn token(pool: Pool) -> Pool {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(4096) else { return pool };
+        touch(&mut buf);
+        let token = black_box(buf.into_token());
+        let Ok(buf) = pool.from_token(token) else { return pool };
+        black_box(buf.len());
+        drop(buf);
+    }
+    pool
+}
+
+#[library_benchmark(config = gate(PLAIN), setup = growing)]
+fn plain_growing(pool: Pool) -> Pool {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(4096) else { return pool };
+        touch(&mut buf);
+    }
+    pool
+}
+
+#[library_benchmark(config = gate(RAILS), setup = rails)]
+fn plain_rails((pool, second): (Pool<Rails>, Device)) -> (Pool<Rails>, Device) {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(4096) else { break };
+        if let Some(first) = buf.first_mut() {
+            *first = 1;
+        }
+        black_box(buf.as_ptr());
+    }
+    (pool, second)
+}
+
+#[library_benchmark(config = gate(RAILS_KEYS), setup = rails)]
+fn rails_keys((pool, second): (Pool<Rails>, Device)) -> (Pool<Rails>, Device) {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(4096) else { break };
+        if let Some(first) = buf.first_mut() {
+            *first = 1;
+        }
+        let Ok(keys) = buf.keys_on(&second) else { break };
+        black_box((keys.lkey, keys.rkey));
+    }
+    (pool, second)
 }
 
 #[library_benchmark(config = gate(ANY_LENGTH), setup = pool)]
@@ -206,6 +287,20 @@ fn gate(per_pair: u64) -> LibraryBenchmarkConfig {
 
 library_benchmark_group!(
     name = hot_path,
+<<<<<<< HEAD
     benchmarks = [plain, plain_any_length, local, cross_thread, many, raw, c_pair]
+=======
+    benchmarks = [
+        plain,
+        plain_growing,
+        plain_rails,
+        rails_keys,
+        plain_any_length,
+        local,
+        cross_thread,
+        many,
+        token
+    ]
+>>>>>>> main
 );
 main!(library_benchmark_groups = hot_path);

@@ -5,10 +5,11 @@ use std::{fmt, marker::PhantomData, ptr::NonNull};
 use crate::{
     access::Sge,
     buf::Buf,
-    error::AllocError,
+    device::Device,
+    error::{AllocError, UnknownDevice},
     magazine::{Place, ThreadGate},
     pool::{Pool, PoolRef},
-    reach::{Any, OneDevice},
+    reach::{Any, OneDevice, Rails},
     size_class::{self, MAX_BLOCK, SPAN_CLASS},
     slab::Entry,
     thread,
@@ -60,6 +61,11 @@ impl<R> Batch<R> {
     /// Whether it holds none.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// The buffers' length, meaningful while there are any.
+    pub(crate) fn buf_len(&self) -> usize {
+        if self.entries.is_empty() { 0 } else { self.len }
     }
 
     /// How many it has room for.
@@ -181,6 +187,32 @@ impl<R: OneDevice> Batch<R> {
             let addr = unsafe { self.pool.core.as_ref() }.wire_addr(e.ptr);
             Sge { addr, length, lkey: e.keys.lkey() }
         })
+    }
+}
+
+impl Batch<Rails> {
+    /// Writes the scatter-gather elements of all buffers on one device to `out`, in place of what it held, in
+    /// the order that [`pop`](Batch::pop) takes them last to first.
+    ///
+    /// # Errors
+    /// [`UnknownDevice`] if the pool is not, or no longer, on that device; `out` is then empty.
+    pub fn sges_on(&self, device: &Device, out: &mut Vec<Sge>) -> Result<(), UnknownDevice> {
+        out.clear();
+        let length = u32::try_from(self.len).unwrap_or(u32::MAX);
+        for entry in &self.entries {
+            // SAFETY: an entry is here, so its core is alive.
+            let core = unsafe { self.pool.core.as_ref() };
+            match core.live_keys_on(entry.ptr.as_ptr() as usize, device) {
+                Ok(keys) => {
+                    out.push(Sge { addr: core.wire_addr(entry.ptr), length, lkey: keys.lkey });
+                }
+                Err(e) => {
+                    out.clear();
+                    return Err(e);
+                }
+            }
+        }
+        Ok(())
     }
 }
 

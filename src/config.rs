@@ -1,26 +1,39 @@
 //! The builder and what it turns into: a [`Plan`], checked once and never changed. No system call is
 //! made here beyond reading limits.
 
+mod export;
+mod growth;
+mod memory;
 mod start;
 
-use std::fmt;
+use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
     access::Access,
     device::{Device, DeviceInfo},
-    error::BuildError,
+    error::{BuildError, Bytes},
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
+    reach::{Any, Rails, Reach},
     size_class::MIN_BLOCK,
     sys::{
         limits::{self, Facts},
+        mapping_faults::StepHook,
         mmap,
     },
 };
 
-pub use self::start::{Numa, Progress, Stage};
-pub(crate) use self::start::{Placement, Start};
+pub use self::{
+    export::{ArenaLayout, ExportLayout, PoolExport},
+    memory::Backing,
+    start::{Numa, Progress, Stage},
+};
+pub(crate) use self::{
+    growth::Growth,
+    memory::{Fixed, Memory},
+    start::{Placement, Start},
+};
 
 /// A size of hugepage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -55,9 +68,11 @@ pub enum Pages {
     Base,
 }
 
+/// The page sizes to try, best first, and what is wrong with the one asked for.
+type Candidates = (Vec<usize>, Option<Problem>);
+
 impl Pages {
-    /// The sizes to try, best first, and what is wrong with the one asked for.
-    fn candidates(self) -> (Vec<usize>, Option<Problem>) {
+    fn candidates(self) -> Candidates {
         let offered = limits::page_sizes();
         let base = mmap::base_page();
         match self {
@@ -90,6 +105,16 @@ pub enum Event<'a> {
         /// The refusal.
         error: &'a crate::error::RegisterError,
     },
+    /// The system would not unmap what a pool had; it stays mapped for ever, without memory where the
+    /// system lets go of that.
+    UnmapFailed {
+        /// First byte.
+        addr: usize,
+        /// Bytes that stay.
+        len: usize,
+        /// The refusal.
+        error: &'a std::io::Error,
+    },
     /// Hugepages were preferred and could not be had; the arena is on base pages.
     HugepagesMissing {
         /// Which arena, from 0.
@@ -101,9 +126,24 @@ pub enum Event<'a> {
         /// How many of that size were free.
         free_pages: Option<u64>,
     },
+    /// The pool could not grow. It serves on with what it has, and tries again when more is needed.
+    GrowthFailed {
+        /// Bytes of the arena that was to come.
+        len: usize,
+        /// Bytes that the pool has.
+        capacity: usize,
+        /// Bytes that it may grow to.
+        max_capacity: usize,
+        /// How often in a row this failed.
+        failures: u32,
+        /// For how long it will not be tried again.
+        retry_after: Duration,
+        /// Why, with the numbers.
+        error: &'a BuildError,
+    },
 }
 
-pub(crate) type EventHook = Box<dyn Fn(&Event<'_>) + Send + Sync>;
+pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
 
 /// Tells the hook, if there is one. It may be called from `Drop`, which never panics (P4).
 pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
@@ -130,8 +170,8 @@ pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[must_use = "nothing is built before `build`"]
-pub struct Builder {
-    device: Option<Device>,
+pub struct Builder<R = Any> {
+    devices: Vec<Device>,
     access: Access,
     capacity: usize,
     arena_size: Option<usize>,
@@ -139,12 +179,16 @@ pub struct Builder {
     colouring: bool,
     hook: Option<EventHook>,
     start: start::Wishes,
+    memory: memory::Wishes,
+    growth: growth::Wishes,
+    _reach: PhantomData<R>,
+    mapping: StepHook,
 }
 
 impl Default for Builder {
     fn default() -> Self {
         Self {
-            device: None,
+            devices: Vec::new(),
             access: Access::LOCAL_WRITE,
             capacity: 0,
             arena_size: None,
@@ -152,16 +196,21 @@ impl Default for Builder {
             colouring: false,
             hook: None,
             start: start::Wishes::default(),
+            memory: memory::Wishes::default(),
+            growth: growth::Wishes::default(),
+            _reach: PhantomData,
+            mapping: StepHook::default(),
         }
     }
 }
 
-impl fmt::Debug for Builder {
+impl<R> fmt::Debug for Builder<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Builder")
-            .field("device", &self.device)
+            .field("devices", &self.devices)
             .field("access", &self.access)
             .field("capacity", &self.capacity)
+            .field("max_capacity", &self.growth.max_capacity)
             .field("arena_size", &self.arena_size)
             .field("pages", &self.pages)
             .field("colouring", &self.colouring)
@@ -172,10 +221,44 @@ impl fmt::Debug for Builder {
 impl Builder {
     /// Sets the device whose PD all arenas are registered under. Must be set.
     pub fn device(mut self, device: Device) -> Self {
-        self.device = Some(device);
+        self.devices = vec![device];
         self
     }
 
+    /// Sets several devices: every arena is registered on each, and every key must be asked for by device
+    /// ([`Buf::keys_on`](crate::Buf::keys_on)). At most 16; more and fewer can be had while the pool serves
+    /// ([`Pool::add_device`](crate::Pool::add_device)).
+    ///
+    /// ```
+    /// use pinpool::{Device, Pool};
+    ///
+    /// let (a, b) = (Device::soft(), Device::soft());
+    /// let pool = Pool::builder().devices([a.clone(), b.clone()]).capacity(1 << 20).build()?;
+    /// let buf = pool.alloc(4096)?;
+    /// let (on_a, on_b) = (buf.sge_on(&a)?, buf.sge_on(&b)?);
+    /// assert_eq!(on_a.addr, on_b.addr);
+    /// assert!(buf.sge_on(&Device::soft()).is_err(), "an unknown device");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn devices(self, devices: impl IntoIterator<Item = Device>) -> Builder<Rails> {
+        Builder {
+            devices: devices.into_iter().collect(),
+            access: self.access,
+            capacity: self.capacity,
+            arena_size: self.arena_size,
+            pages: self.pages,
+            colouring: self.colouring,
+            hook: self.hook,
+            start: self.start,
+            memory: self.memory,
+            growth: self.growth,
+            _reach: PhantomData,
+            mapping: self.mapping,
+        }
+    }
+}
+
+impl<R: Reach> Builder<R> {
     /// Sets the rights of all arenas; [`Access::LOCAL_WRITE`] unless set. Exactly these reach the
     /// device, none is added.
     pub fn access(mut self, access: Access) -> Self {
@@ -183,15 +266,18 @@ impl Builder {
         self
     }
 
-    /// Sets how many bytes are mapped and registered by [`build`](Builder::build), rounded up to whole
-    /// pages. Must be set.
+    /// Sets how many bytes are mapped and registered by [`build`](Builder::build). Must be set.
+    ///
+    /// Rounded up to whole pages of the size that [`pages`](Builder::pages) asks for, and that is 2 MiB unless
+    /// set, whether or not such pages are free: a capacity of 1 byte makes a pool of 2 MiB.
+    /// [`Pages::Base`] rounds to base pages (4 KiB on x86-64). `Pool::capacity` tells what came of it.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
     }
 
-    /// Sets the bytes of one arena, and so of one memory region: a power of two. It bounds the longest
-    /// buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
+    /// Sets the bytes of one arena, and so of one memory region: a power of two, at least a page (2 MiB
+    /// unless [`pages`](Builder::pages) asks for others). It bounds the longest buffer. Unless set: one arena up to 1 GiB of capacity, above that at most eight (more only where
     /// the device's `max_mr_size` forces it).
     pub fn arena_size(mut self, bytes: usize) -> Self {
         self.arena_size = Some(bytes);
@@ -215,7 +301,14 @@ impl Builder {
     /// Sets a function that is told of rare events. It is called with no lock held, on whatever thread
     /// met the event. A panic in it is caught and ignored.
     pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
-        self.hook = Some(Box::new(hook));
+        self.hook = Some(Arc::new(hook));
+        self
+    }
+
+    /// Has mapping fail on demand, to test recovery with.
+    #[cfg(feature = "fault")]
+    pub fn faulty_mapping(mut self, mapping: &crate::device::FaultyMapping) -> Self {
+        self.mapping = StepHook::new(mapping.clone());
         self
     }
 
@@ -223,29 +316,48 @@ impl Builder {
     ///
     /// # Errors
     /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
-    pub fn build(self) -> Result<Pool, BuildError> {
+    pub fn build(self) -> Result<Pool<R>, BuildError> {
         Pool::from_plan(self.plan()?)
     }
 
     /// Checks everything that can be known before the first page is mapped.
     fn plan(self) -> Result<Plan, BuildError> {
-        let device = self.device.ok_or(BuildError::NoDevice)?;
-        let info = device.info();
-        let asked = Asked {
-            access: self.access,
-            capacity: self.capacity,
-            arena_size: self.arena_size,
-            pages: self.pages,
-        };
-        let (Layout { capacity, stride, arenas, page_sizes }, found) =
-            asked.examine(&info, &Facts::gather())?;
-        let start = self.start.plan(&info, self.access, capacity, page_sizes[0])?;
+        self.plan_on(None)
+    }
+
+    /// The same for memory that is there already, if `share` or the builder names some.
+    pub(crate) fn plan_on(mut self, share: Option<PoolExport>) -> Result<Plan, BuildError> {
+        let infos: Vec<_> = self.devices.iter().map(Device::info).collect();
+        if infos.is_empty() {
+            return Err(BuildError::NoDevice);
+        }
+        if infos.len() > MOST_DEVICES {
+            return Err(BuildError::TooManyDevices { asked: infos.len(), max: MOST_DEVICES });
+        }
+        for (i, device) in self.devices.iter().enumerate() {
+            if self.devices[..i].iter().any(|d| d.is(device)) {
+                return Err(BuildError::DuplicateDevice { device: infos[i].name.clone() });
+            }
+        }
+        let facts = Facts::gather();
+        let asked = self.asked();
+        let (Layout { capacity, stride, arenas, more, page_sizes }, found, memory, fixed) =
+            match self.memory_given(share, &infos)? {
+                Some(given) => given.examine(&asked, &infos, &facts)?,
+                None => {
+                    let (backing, pages) = self.planned_backing()?;
+                    let (layout, found) = asked.examine_on(&infos, &facts, pages)?;
+                    (layout, found, Memory::Mapped(backing), Vec::new())
+                }
+            };
+        let growth = self.growth.plan(capacity, more)?;
+        let start = self.start.plan(found.placement, self.access, capacity)?;
         if let Some(e) = problem::all(found.problems) {
             return Err(e);
         }
         Ok(Plan {
-            device,
-            info,
+            devices: self.devices,
+            infos,
             access: self.access,
             capacity,
             stride,
@@ -254,7 +366,17 @@ impl Builder {
             pad: if self.colouring { MIN_BLOCK } else { 0 },
             hook: self.hook,
             start,
+            memory,
+            fixed,
+            growth,
+            mapping: self.mapping,
         })
+    }
+
+    fn asked(&self) -> Asked {
+        let Self { access, capacity, arena_size, pages, .. } = *self;
+        let (max_capacity, numa) = (self.growth.max_capacity, self.start.numa);
+        Asked { access, capacity, max_capacity, arena_size, pages, numa }
     }
 }
 
@@ -263,8 +385,10 @@ impl Builder {
 pub(crate) struct Asked {
     pub(crate) access: Access,
     pub(crate) capacity: usize,
+    pub(crate) max_capacity: Option<usize>,
     pub(crate) arena_size: Option<usize>,
     pub(crate) pages: Pages,
+    pub(crate) numa: Numa,
 }
 
 /// How a capacity is laid out.
@@ -273,6 +397,8 @@ pub(crate) struct Layout {
     pub(crate) capacity: usize,
     pub(crate) stride: usize,
     pub(crate) arenas: Vec<usize>,
+    /// The arenas that can come on top.
+    pub(crate) more: Vec<usize>,
     pub(crate) page_sizes: Vec<usize>,
 }
 
@@ -281,19 +407,34 @@ impl Asked {
     /// do not permit is gathered.
     pub(crate) fn examine(
         &self,
-        info: &DeviceInfo,
+        infos: &[DeviceInfo],
         facts: &Facts,
     ) -> Result<(Layout, Findings), BuildError> {
-        if let Some(reason) = self.access.conflict() {
-            return Err(BuildError::Access { access: self.access, reason });
+        self.examine_on(infos, facts, self.pages.candidates())
+    }
+
+    fn check_access(&self) -> Result<(), BuildError> {
+        match self.access.conflict() {
+            Some(reason) => Err(BuildError::Access { access: self.access, reason }),
+            None => Ok(()),
         }
+    }
+
+    /// The same on these pages.
+    fn examine_on(
+        &self,
+        infos: &[DeviceInfo],
+        facts: &Facts,
+        (page_sizes, absent): Candidates,
+    ) -> Result<(Layout, Findings), BuildError> {
+        let info = shortest(infos)?;
+        self.check_access()?;
         if self.capacity == 0 {
             return Err(BuildError::ZeroCapacity);
         }
         if self.capacity > MAX {
             return Err(BuildError::CapacityTooLarge { asked: self.capacity, max: MAX });
         }
-        let (page_sizes, absent) = self.pages.candidates();
         let page = page_sizes[0];
         let capacity = self.capacity.next_multiple_of(page);
         let (mut first, mut notes) = (Vec::new(), Vec::new());
@@ -301,34 +442,81 @@ impl Asked {
             Pages::Require(_) => first.extend(absent),
             _ => notes.extend(absent),
         }
-        let stride = arena_stride(self.arena_size, capacity, page, info).unwrap_or_else(|p| {
+        let max_capacity = self.max_capacity.unwrap_or(capacity);
+        if self.max_capacity.is_some_and(|m| m < self.capacity) {
+            return Err(BuildError::MaxCapacity { asked: max_capacity, capacity: self.capacity });
+        }
+        // What is to come on top, in whole pages.
+        let more = max_capacity.saturating_sub(capacity) / page * page;
+        let sizes = Sizes { capacity, more, page };
+        let stride = arena_stride(self.arena_size, sizes, info).unwrap_or_else(|p| {
             first.push(p);
             // The rest is judged as if the size had been left open.
-            arena_stride(None, capacity, page, info)
-                .unwrap_or_else(|_| capacity.next_power_of_two())
+            arena_stride(None, sizes, info).unwrap_or_else(|_| capacity.next_power_of_two())
         });
-        let count = capacity.div_ceil(stride);
+        let count = capacity.div_ceil(stride) + more.div_ceil(stride);
+        if count.saturating_mul(stride) > MOST_RESERVED && more > 0 {
+            return Err(BuildError::CapacityTooLarge { asked: max_capacity, max: MOST_RESERVED });
+        }
         if count > MAX_ARENAS {
             let problem =
                 format!("makes {count} arenas of this capacity; the most is {MAX_ARENAS}");
             return Err(BuildError::ArenaSize { asked: stride, problem });
         }
-        let mut arenas = vec![stride; capacity / stride];
-        if !capacity.is_multiple_of(stride) {
-            arenas.push(capacity % stride);
-        }
-        let demand = Demand {
-            info,
-            arenas: &arenas,
-            stride,
-            page_sizes: &page_sizes,
-            base_page: mmap::base_page(),
+        let cut = |bytes: usize| {
+            let mut arenas = vec![stride; bytes / stride];
+            arenas.extend(Some(bytes % stride).filter(|&rest| rest > 0));
+            arenas
         };
-        let mut found = preflight::judge(&demand, facts);
+        let (arenas, more) = (cut(capacity), cut(more));
+        let judge = |arenas: &[usize]| {
+            let base_page = mmap::base_page();
+            let (numa, page_sizes) = (self.numa, &page_sizes[..]);
+            let there = false;
+            let demand = Demand { infos, arenas, stride, page_sizes, base_page, numa, there };
+            preflight::judge(&demand, facts)
+        };
+        let mut found = judge(&arenas);
+        if !more.is_empty() {
+            // What the maximum lacks is no reason not to begin.
+            let most = judge(&[&arenas[..], &more].concat());
+            let known = |p: &Problem| {
+                let same = |q: &&Problem| std::mem::discriminant(*q) == std::mem::discriminant(p);
+                found.problems.iter().chain(&found.notes).find(same).is_some()
+            };
+            let news: Vec<_> =
+                most.problems.into_iter().chain(most.notes).filter(|p| !known(p)).collect();
+            found.notes.extend(news);
+        }
         found.problems.splice(0..0, first);
         found.notes.splice(0..0, notes);
-        Ok((Layout { capacity, stride, arenas, page_sizes }, found))
+        Ok((Layout { capacity, stride, arenas, more, page_sizes }, found))
     }
+}
+
+/// The device whose regions are shortest: it has its say in how long arenas are.
+fn shortest(infos: &[DeviceInfo]) -> Result<&DeviceInfo, BuildError> {
+    infos.iter().min_by_key(|i| i.max_mr_size).ok_or(BuildError::NoDevice)
+}
+
+/// What is wrong with registering arenas of a pool on one device more, beside what it is on already.
+pub(crate) fn refuse_device(
+    info: &DeviceInfo,
+    arenas: &[usize],
+    stride: usize,
+) -> Option<BuildError> {
+    let longest = arenas.iter().copied().max().unwrap_or(0);
+    let mut problems = Vec::new();
+    if longest as u64 > info.max_mr_size {
+        let problem = format!(
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
+        );
+        problems.push(Problem::ArenaSize { asked: longest, problem });
+    }
+    problems.extend(preflight::device(info, arenas, stride, &limits::memlock()));
+    problem::all(problems)
 }
 
 /// The most that is believed to be meant: half of what 47 bits of user addresses hold.
@@ -336,11 +524,24 @@ const MAX: usize = 1 << 46;
 /// The most arenas that are believed to be meant; each costs two entries in a list here.
 const MAX_ARENAS: usize = 1 << 20;
 
+/// How many devices one pool can be on.
+pub(crate) const MOST_DEVICES: usize = 16;
+
+/// The most address space of a pool that grows: pages are numbered in 31 bits.
+const MOST_RESERVED: usize = 1 << 42;
+
+/// Bytes: of what is there at first, of what may come on top, and of a page.
+#[derive(Clone, Copy)]
+struct Sizes {
+    capacity: usize,
+    more: usize,
+    page: usize,
+}
+
 /// Decides the power of two that arenas are apart, and so their length.
 fn arena_stride(
     asked: Option<usize>,
-    capacity: usize,
-    page: usize,
+    Sizes { capacity, more, page }: Sizes,
     info: &DeviceInfo,
 ) -> Result<usize, Problem> {
     let max = usize::try_from(info.max_mr_size).unwrap_or(usize::MAX);
@@ -358,23 +559,33 @@ fn arena_stride(
         return Ok(few.min(whole).min(fits).max(page));
     };
     let bad = |problem| Err(Problem::ArenaSize { asked, problem });
+    let bytes = |n: usize| Bytes(n as u64);
     if !asked.is_power_of_two() {
         return bad("is not a power of two".to_owned());
     }
     if asked > MAX {
-        return bad(format!("does not fit the address space; the most is {MAX} bytes"));
+        return bad(format!("does not fit the address space; the most is {}", bytes(MAX)));
     }
     if asked < page {
-        return bad(format!("is smaller than one page of {page} bytes"));
+        let base = mmap::base_page();
+        let smaller = match asked >= base {
+            true => format!(", or `Pages::Base`, whose pages are of {}", bytes(base)),
+            false => String::new(),
+        };
+        return bad(format!(
+            "is smaller than one page of {}: ask for at least that{smaller}",
+            bytes(page)
+        ));
     }
     if asked > max {
         return bad(format!(
-            "is more than one memory region of {} may cover (max_mr_size {max} bytes)",
-            info.name
+            "is more than one memory region of {} may cover (max_mr_size {})",
+            info.name,
+            Bytes(info.max_mr_size)
         ));
     }
-    // A larger stride than the capacity would only waste address space.
-    Ok(asked.min(whole).max(page))
+    // A larger stride than there are bytes would only waste address space.
+    Ok(asked.min(whole.max(more.checked_next_power_of_two().unwrap_or(MAX))).max(page))
 }
 
 /// The error to give if pinning `bytes` more exceeds the limit; `None` when the numbers permit it.
@@ -394,8 +605,9 @@ pub(crate) fn memlock_refusal(
 
 /// What is to be built; immutable.
 pub(crate) struct Plan {
-    pub(crate) device: Device,
-    pub(crate) info: DeviceInfo,
+    /// At least one; and what each is.
+    pub(crate) devices: Vec<Device>,
+    pub(crate) infos: Vec<DeviceInfo>,
     pub(crate) access: Access,
     /// Bytes, whole pages.
     pub(crate) capacity: usize,
@@ -409,6 +621,48 @@ pub(crate) struct Plan {
     pub(crate) pad: usize,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
+    pub(crate) memory: Memory,
+    /// Where each arena lies and what it is made of, if others decided that; else empty.
+    pub(crate) fixed: Vec<Fixed>,
+    pub(crate) growth: Growth,
+    /// Asked before each step of mapping.
+    pub(crate) mapping: StepHook,
+}
+
+impl Plan {
+    /// How many arenas there can be at a time.
+    pub(crate) fn slots(&self) -> usize {
+        let fixed = self.fixed.iter().map(|f| f.slot + 1).max();
+        fixed.unwrap_or(self.arenas.len() + self.growth.more.len())
+    }
+
+    /// The slot of one of the arenas that the pool begins with.
+    pub(crate) fn slot_of(&self, arena: usize) -> usize {
+        self.fixed.get(arena).map_or(arena, |f| f.slot)
+    }
+
+    /// Bytes of the arena of a slot.
+    pub(crate) fn len_of(&self, slot: usize) -> usize {
+        if !self.fixed.is_empty() {
+            let arena = self.fixed.iter().position(|f| f.slot == slot);
+            return arena.and_then(|i| self.arenas.get(i)).copied().unwrap_or(0);
+        }
+        let more = || self.growth.more.get(slot - self.arenas.len());
+        self.arenas.get(slot).or_else(more).copied().unwrap_or(0)
+    }
+
+    /// The optional rights to ask for where an arena is on such pages.
+    pub(crate) fn optional(&self, page_size: usize) -> Access {
+        let mut optional = self.start.optional;
+        if page_size <= mmap::base_page() {
+            optional.remove(Access::HUGETLB);
+        }
+        optional
+    }
+
+    pub(crate) fn max_capacity(&self) -> usize {
+        self.capacity + self.growth.more.iter().sum::<usize>()
+    }
 }
 
 #[cfg(test)]
@@ -423,7 +677,8 @@ mod tests {
 
     #[test]
     fn default_arenas_are_few_and_fit_the_device() {
-        let stride = |cap, max| arena_stride(None, cap, 4096, &info(max)).expect("stride");
+        let sizes = |capacity| Sizes { capacity, more: 0, page: 4096 };
+        let stride = |cap, max| arena_stride(None, sizes(cap), &info(max)).expect("stride");
         assert_eq!(stride(6 << 20, u64::MAX), 8 << 20);
         assert_eq!(stride(1 << 30, u64::MAX), 1 << 30);
         assert_eq!(stride(4 << 30, u64::MAX), 1 << 30);
@@ -433,8 +688,59 @@ mod tests {
     }
 
     #[test]
+    fn what_the_maximum_lacks_is_a_note() {
+        let asked = |capacity, max_capacity| Asked {
+            access: Access::LOCAL_WRITE,
+            capacity,
+            max_capacity,
+            arena_size: None,
+            pages: Pages::Base,
+            numa: Numa::Any,
+        };
+        let mut facts = Facts::gather();
+        (facts.memory.total, facts.memory.available) = (Some(1 << 30), Some(1 << 29));
+        facts.cgroups.clear();
+        let infos = [info(u64::MAX)];
+        let examine = |a: Asked| a.examine(&infos, &facts).expect("it makes sense");
+        let (layout, found) = examine(asked(100 << 20, Some(1 << 32)));
+        assert!(found.problems.is_empty(), "{found:?}");
+        assert!(matches!(found.notes[..], [Problem::Memory { asked, .. }] if asked == 1 << 32));
+        assert_eq!((layout.stride, layout.arenas), (128 << 20, vec![100 << 20]));
+        assert_eq!(layout.more.iter().sum::<usize>(), (1 << 32) - (100 << 20));
+        assert!(layout.more[..31].iter().all(|&len| len == 128 << 20));
+        let (layout, found) = examine(asked(100 << 20, None));
+        assert!(found.notes.is_empty() && layout.more.is_empty());
+        let (_, found) = examine(asked(1 << 32, Some(1 << 33)));
+        assert_eq!((found.problems.len(), found.notes.len()), (1, 0), "said once");
+    }
+
+    #[test]
+    fn an_arena_below_a_page_is_answered_with_the_pages_to_ask_for() {
+        let sizes = |page| Sizes { capacity: 64 << 20, more: 0, page };
+        let refusal = |asked, page| {
+            let e = arena_stride(Some(asked), sizes(page), &info(u64::MAX)).expect_err("small");
+            e.to_string()
+        };
+        let base = mmap::base_page();
+        let text = refusal(base, 2 << 20);
+        for part in [
+            "is smaller than one page of 2 MiB: ",
+            "`Pages::Base`",
+            &Bytes(base as u64).to_string(),
+        ] {
+            assert!(text.contains(part), "{part:?} in {text}");
+        }
+        assert!(!refusal(base / 2, base).contains("Pages::Base"), "that would not help");
+        let text = refusal(1 << 50, base);
+        assert!(text.contains("the most is 64 TiB"), "{text}");
+        let e = arena_stride(Some(8 << 20), sizes(base), &info(4 << 20)).expect_err("large");
+        assert!(e.to_string().contains("(max_mr_size 4 MiB)"), "{e}");
+    }
+
+    #[test]
     fn asked_arenas_are_refused_not_cut() {
-        let stride = |asked| arena_stride(Some(asked), 64 << 20, 4096, &info(4 << 20));
+        let sizes = Sizes { capacity: 64 << 20, more: 0, page: 4096 };
+        let stride = |asked| arena_stride(Some(asked), sizes, &info(4 << 20));
         assert_eq!(stride(4 << 20).expect("fits"), 4 << 20);
         for bad in [0, 2048, 3 << 20, 8 << 20] {
             assert!(matches!(stride(bad), Err(Problem::ArenaSize { .. })), "{bad}");

@@ -5,8 +5,8 @@ use std::{fmt, path::PathBuf};
 
 use crate::{
     access::Access,
-    config::{Asked, Layout, Pages},
-    device::{self, Device, DeviceInfo, Pinning, PortInfo},
+    config::{Asked, Layout, Numa, Pages, Placement},
+    device::{self, Device, DeviceInfo, LeaseSupport, Pinning, PortInfo},
     error::{BuildError, Bytes},
     problem::Problem,
     sys::{
@@ -23,12 +23,17 @@ pub struct DoctorOptions<'a> {
     pub device: Option<&'a Device>,
     /// Bytes of the pool; 1 GiB unless set.
     pub capacity: usize,
+    /// Bytes that it may grow to, as [`Builder::max_capacity`](crate::Builder::max_capacity); what the machine
+    /// lacks for them is a note.
+    pub max_capacity: Option<usize>,
     /// Bytes of one arena, as [`Builder::arena_size`](crate::Builder::arena_size).
     pub arena_size: Option<usize>,
     /// The pages; [`Pages::Prefer`] of 2 MiB unless set.
     pub pages: Pages,
     /// The rights; [`Access::LOCAL_WRITE`] unless set.
     pub access: Access,
+    /// The NUMA node; [`Numa::OfDevice`] unless set.
+    pub numa: Numa,
 }
 
 impl Default for DoctorOptions<'_> {
@@ -36,9 +41,11 @@ impl Default for DoctorOptions<'_> {
         Self {
             device: None,
             capacity: 1 << 30,
+            max_capacity: None,
             arena_size: None,
             pages: Pages::Prefer(crate::config::PageSize::Huge2M),
             access: Access::LOCAL_WRITE,
+            numa: Numa::OfDevice,
         }
     }
 }
@@ -93,6 +100,8 @@ pub struct DeviceReport {
     pub name: String,
     /// What is known of it, or why nothing is.
     pub state: Result<(DeviceInfo, Vec<PortInfo>), String>,
+    /// What leases on it can be relied on for; of the device that the pool was judged for alone.
+    pub leases: Option<LeaseSupport>,
 }
 
 /// How much this process may pin.
@@ -175,6 +184,8 @@ pub struct PoolReport {
     pub base_bytes: u64,
     /// Bytes charged to `RLIMIT_MEMLOCK`.
     pub pinned_bytes: u64,
+    /// The NUMA nodes that its pages would come from, in turns if several; empty: any.
+    pub nodes: Vec<u32>,
 }
 
 impl Report {
@@ -184,7 +195,8 @@ impl Report {
     }
 }
 
-/// Looks this machine over for a pool, without mapping or registering anything.
+/// Looks this machine over for a pool, without building it. What leases on the device can be relied on for is
+/// found by trying, for which three pages are registered for a moment ([`Device::lease_support`]).
 ///
 /// ```
 /// use pinpool::{Device, DoctorOptions, doctor};
@@ -209,10 +221,12 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
     let asked = Asked {
         access: options.access,
         capacity: options.capacity,
+        max_capacity: options.max_capacity,
         arena_size: options.arena_size,
         pages: options.pages,
+        numa: options.numa,
     };
-    let (layout, found) = asked.examine(&info, &facts)?;
+    let (layout, found) = asked.examine(std::slice::from_ref(&info), &facts)?;
     let mut notes = found.notes;
     let mut problems = found.problems;
 
@@ -221,12 +235,13 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
         Err(e) => (Vec::new(), Some(e.to_string())),
     };
     let mut devices: Vec<DeviceReport> =
-        devices.drain(..).map(|(name, state)| DeviceReport { name, state }).collect();
+        devices.drain(..).map(|(name, state)| DeviceReport { name, state, leases: None }).collect();
     match options.device {
         None => problems.splice(0..0, no_device(&devices, unlisted)).for_each(drop),
         Some(device) if !devices.iter().any(|d| d.name == info.name) => {
             let own = (device.info(), Vec::new());
-            devices.insert(0, DeviceReport { name: info.name.clone(), state: Ok(own) });
+            let name = info.name.clone();
+            devices.insert(0, DeviceReport { name, state: Ok(own), leases: None });
         }
         Some(_) => {
             let ports = devices.iter().find(|d| d.name == info.name).map(|d| &d.state);
@@ -236,6 +251,11 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
                 notes.push(Problem::NoActivePort { device: info.name.clone() });
             }
         }
+    }
+    if let Some(device) = options.device
+        && let Some(report) = devices.iter_mut().find(|d| d.name == info.name)
+    {
+        report.leases = Some(device.lease_support());
     }
     let (fork, unsafe_fork) = fork_support(options.device);
     if unsafe_fork {
@@ -252,7 +272,10 @@ pub fn doctor(options: &DoctorOptions<'_>) -> Result<Report, BuildError> {
         fork,
         devices,
         device: options.device.map(|_| info.name.clone()),
-        pool: pool_report(&layout, &info, found.huge, found.base),
+        pool: PoolReport {
+            nodes: nodes_of(&found.placement),
+            ..pool_report(&layout, &info, found.huge, found.base)
+        },
         problems,
         notes,
         ..facts_report(facts)
@@ -322,6 +345,15 @@ fn pool_report(layout: &Layout, info: &DeviceInfo, huge: u64, base: u64) -> Pool
         huge_bytes: huge,
         base_bytes: base,
         pinned_bytes: if info.pinning == Pinning::Free { 0 } else { capacity as u64 },
+        nodes: Vec::new(),
+    }
+}
+
+fn nodes_of(placement: &Placement) -> Vec<u32> {
+    match placement {
+        Placement::Anywhere => Vec::new(),
+        Placement::Near(node) | Placement::On(node) => vec![*node],
+        Placement::Interleave(nodes) => nodes.clone(),
     }
 }
 
@@ -386,6 +418,7 @@ fn facts_report(facts: Facts) -> Report {
             huge_bytes: 0,
             base_bytes: 0,
             pinned_bytes: 0,
+            nodes: Vec::new(),
         },
         problems: Vec::new(),
         notes: Vec::new(),
@@ -475,6 +508,9 @@ impl Report {
                     format!("  port {}", p.number),
                     format!("{state}, {}, MTU {}", p.link, p.mtu),
                 ));
+            }
+            if let Some(leases) = &d.leases {
+                lines.push(("  leases".to_owned(), leases.to_string()));
             }
         }
         lines
@@ -584,6 +620,17 @@ impl Report {
                 ),
             ),
             line("pages", pages.join(", ")),
+            line(
+                "from",
+                match p.nodes.as_slice() {
+                    [] => "any NUMA node".to_owned(),
+                    [one] => format!("NUMA node {one}"),
+                    many => {
+                        let all: Vec<_> = many.iter().map(u32::to_string).collect();
+                        format!("NUMA nodes {} in turns", all.join(", "))
+                    }
+                },
+            ),
             line("pinned", short(p.pinned_bytes)),
         ]
     }
@@ -638,7 +685,13 @@ mod tests {
         assert!(report.is_fit(), "{report}");
         let text = report.to_string();
         assert!(text.ends_with("Nothing to change."), "{text}");
-        for part in ["soft (this pool's)", "1 of 4 KiB: 1 memory region\n", "4 KiB on base pages"] {
+        for part in [
+            "  leases",
+            "held: revocation, range",
+            "soft (this pool's)",
+            "1 of 4 KiB: 1 memory region\n",
+            "4 KiB on base pages",
+        ] {
             assert!(text.contains(part), "{part:?} in {text}");
         }
         assert!(!text.lines().any(|l| l.ends_with(' ')), "{text}");
@@ -659,8 +712,9 @@ mod tests {
 
     #[test]
     fn devices_that_do_not_open_are_one_problem() {
-        let closed = |name: &str| DeviceReport { name: name.into(), state: Err("EACCES".into()) };
-        let open = DeviceReport { name: "c".into(), state: Ok((any_device(), Vec::new())) };
+        let report = |name: &str, state| DeviceReport { name: name.into(), state, leases: None };
+        let closed = |name: &str| report(name, Err("EACCES".into()));
+        let open = report("c", Ok((any_device(), Vec::new())));
         let all = no_device(&[closed("a"), closed("b")], None).expect("a problem");
         assert!(all.to_string().contains("EACCES. Give this user"), "{all}");
         assert_eq!(no_device(&[closed("a"), open], None), None);

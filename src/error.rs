@@ -1,7 +1,10 @@
 //! Errors: one enum an operation, each with the numbers needed to act.
 
+mod memory;
+
 use std::{fmt, io};
 
+pub use self::memory::{AdoptError, ExportError};
 use crate::{
     access::Access,
     problem::{self, Problem},
@@ -135,6 +138,48 @@ pub enum BuildError {
         /// The most that can be asked.
         max: usize,
     },
+    /// The pool would be larger than it may become.
+    #[error(
+        "max_capacity {} is less than the capacity of {} that it begins with",
+        Bytes(*asked as u64), Bytes(*capacity as u64)
+    )]
+    MaxCapacity {
+        /// Bytes that it may become.
+        asked: usize,
+        /// Bytes that it begins with.
+        capacity: usize,
+    },
+    /// More is to be left than there can be.
+    #[error(
+        "low_watermark {} is not below the {} that the pool can have at most",
+        Bytes(*asked as u64), Bytes(*max_capacity as u64)
+    )]
+    Watermark {
+        /// Bytes that were to be left.
+        asked: usize,
+        /// Bytes that there can be.
+        max_capacity: usize,
+    },
+    /// One device twice.
+    #[error("device {device} is given twice; every arena is registered once on each device")]
+    DuplicateDevice {
+        /// Its name.
+        device: String,
+    },
+    /// More devices than a pool can have.
+    #[error("{asked} devices are more than the {max} that one pool can be on")]
+    TooManyDevices {
+        /// How many were given.
+        asked: usize,
+        /// How many can be.
+        max: usize,
+    },
+    /// The thread that grows the pool could not be started.
+    #[error("the thread that is to grow the pool could not be started: {source}")]
+    Thread {
+        /// The system's errno.
+        source: io::Error,
+    },
     /// The arena size is not usable.
     #[error("arena size {} {problem}", Bytes(*asked as u64))]
     ArenaSize {
@@ -209,8 +254,8 @@ pub enum BuildError {
     },
     /// The machine is not set up for this pool: everything that is wrong, before a page was mapped.
     /// [`Memlock`](BuildError::Memlock), [`TooManyArenas`](BuildError::TooManyArenas),
-    /// [`MrTooSmall`](BuildError::MrTooSmall), [`ArenaSize`](BuildError::ArenaSize) and
-    /// [`PageSizeAbsent`](BuildError::PageSizeAbsent) stand for themselves when they are all that is.
+    /// [`MrTooSmall`](BuildError::MrTooSmall), [`ArenaSize`](BuildError::ArenaSize),
+    /// [`Node`](BuildError::Node) and [`PageSizeAbsent`](BuildError::PageSizeAbsent) stand for themselves when they are all that is.
     #[error("{}", problem::list(.0))]
     Preflight(Vec<Problem>),
     /// No address range for the pool.
@@ -222,21 +267,22 @@ pub enum BuildError {
         source: io::Error,
     },
     /// The NUMA node asked for cannot hold the pool, or one of its arenas.
-    #[error(
-        "NUMA node {node} cannot give {} in pages of {}: {problem}; {}",
-        Bytes(*needed), Bytes(*page_size as u64), node_hint(*node, *page_size, *free)
-    )]
+    #[error("{}. {fix}", problem::node_words(*node, problem, *needed, *page_size, *free))]
     Node {
         /// The node.
         node: u32,
         /// What is wrong.
         problem: String,
+        /// What to do about it.
+        fix: String,
         /// Bytes that were to come from it.
         needed: u64,
         /// Bytes of a page.
         page_size: usize,
         /// Bytes that are free there in pages of that size, where the system says.
         free: Option<u64>,
+        /// The system's errno, if it was the system that refused.
+        errno: Option<i32>,
     },
     /// No memory for an arena.
     #[error(
@@ -259,6 +305,12 @@ pub enum BuildError {
         /// The system's errno.
         source: io::Error,
     },
+    /// A mapping that was to be adopted is refused.
+    #[error("the mapping cannot be adopted: {0}")]
+    Adopt(#[source] AdoptError),
+    /// Memory cannot be shared, or joined.
+    #[error("{0}")]
+    Export(#[source] ExportError),
     /// The device refused an arena.
     #[error("registering arena {arena} of {arenas} failed: {source}")]
     Register {
@@ -276,16 +328,6 @@ fn sizes(sizes: &[usize]) -> String {
     all.join(", ")
 }
 
-fn node_hint(node: u32, page: usize, free: Option<u64>) -> String {
-    let Some(free) = free else { return "what is free there is not known".to_owned() };
-    if page <= 64 << 10 {
-        return format!("{} are free there", Bytes(free));
-    }
-    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-{}kB", page >> 10);
-    let pages = free / page as u64;
-    format!("{pages} such pages are free there. Reserve more (`echo N > {dir}/nr_hugepages`)")
-}
-
 fn page_hint(len: usize, page: usize, free: Option<u64>) -> String {
     let Some(free) = free else { return String::new() };
     let need = len.div_ceil(page);
@@ -300,9 +342,11 @@ impl BuildError {
     /// The errno behind this error, where the system or the device gave one.
     pub fn raw_os_error(&self) -> Option<i32> {
         match self {
-            Self::Reserve { source, .. } | Self::Back { source, .. } => source.raw_os_error(),
+            Self::Reserve { source, .. } | Self::Back { source, .. } | Self::Thread { source } => {
+                source.raw_os_error()
+            }
             Self::Register { source, .. } => source.raw_os_error(),
-            Self::Memlock { errno, .. } => *errno,
+            Self::Memlock { errno, .. } | Self::Node { errno, .. } => *errno,
             _ => None,
         }
     }
@@ -331,6 +375,16 @@ pub enum AllocError {
     /// Nothing free that is large enough, in any thread's cache either.
     #[error("{0}")]
     Exhausted(Box<Exhausted>),
+    /// Nothing large enough came free in time.
+    #[error("waited {waited:?} for memory, {ahead} requests were ahead at the end: {books}")]
+    TimedOut {
+        /// How long it waited.
+        waited: std::time::Duration,
+        /// How many requests that came earlier still waited.
+        ahead: usize,
+        /// The books when it gave up.
+        books: Box<Exhausted>,
+    },
     /// A batch holds buffers of another length or pool: free or pop them first.
     #[error(
         "the batch holds {held} buffers of {len} bytes; it can take others only when it is empty"
@@ -374,6 +428,8 @@ pub struct Exhausted {
     pub block: usize,
     /// Bytes of the pool.
     pub capacity: usize,
+    /// Bytes that it may grow to.
+    pub max_capacity: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
     /// How many buffers that is.
@@ -382,6 +438,8 @@ pub struct Exhausted {
     pub not_live: usize,
     /// The longest free run, in bytes.
     pub largest_free: usize,
+    /// How many requests wait for memory; what is free may be kept for them.
+    pub waiting: usize,
 }
 
 impl fmt::Display for Exhausted {
@@ -390,15 +448,24 @@ impl fmt::Display for Exhausted {
         write!(
             f,
             "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} are not, \
-             longest free run {}. Free buffers or raise the capacity",
+             longest free run {}, {} requests wait. ",
             b(self.asked),
             b(self.block),
             b(self.live),
             b(self.capacity),
             self.live_buffers,
             b(self.not_live),
-            b(self.largest_free)
-        )
+            b(self.largest_free),
+            self.waiting
+        )?;
+        if self.capacity < self.max_capacity {
+            let max = b(self.max_capacity);
+            return write!(
+                f,
+                "The pool may grow to {max} and may do so now: try again later, or raise the low watermark"
+            );
+        }
+        f.write_str("Free buffers or raise the capacity")
     }
 }
 
@@ -439,6 +506,46 @@ pub enum FreeError {
     },
 }
 
+/// Why a token was not taken back. Nothing was changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenError {
+    /// Not of this pool.
+    #[error("{token:#018x} is no token of this pool: it is another pool's, or made up")]
+    OtherPool {
+        /// The number.
+        token: u64,
+    },
+    /// It names no block that this pool can have.
+    #[error("{token:#018x} names no block of this pool: it is made up, or was damaged on its way")]
+    Invalid {
+        /// The number.
+        token: u64,
+    },
+    /// Its flight is over: taken back already, or never begun.
+    #[error("{token:#018x} is not in flight: taken back already, or made up")]
+    NotInFlight {
+        /// The number.
+        token: u64,
+    },
+    /// It belongs to a `Posted`: report its completion by `Pool::complete`.
+    #[error(
+        "{token:#018x} belongs to a posted work request; report its completion by Pool::complete"
+    )]
+    Posted {
+        /// The number.
+        token: u64,
+    },
+    /// The pool belongs to the process that built it, and this is a forked child of that.
+    #[error("this pool was built by process {owner}, this is process {this}, which posted nothing")]
+    ForeignProcess {
+        /// The process that built the pool.
+        owner: u32,
+        /// The caller's.
+        this: u32,
+    },
+}
+
 /// Why a closed pool could not be torn down at once.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -473,5 +580,75 @@ pub enum CloseError {
         bytes: usize,
         /// The first refusal.
         first: RegisterError,
+    },
+}
+
+/// A device that a pool is not on.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "the pool is not on this device ({device}); it is on: {}. A device is known by its handle: one opened \
+     again, by the same name, is another",
+    list(known)
+)]
+#[non_exhaustive]
+pub struct UnknownDevice {
+    /// The name of the device asked about.
+    pub device: String,
+    /// The names of the devices that the pool is on.
+    pub known: Vec<String>,
+}
+
+/// Why a device was not added to a pool, or not wholly removed from it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceChangeError {
+    /// The pool is on that device already, or it is just being added.
+    #[error("the pool is on {device} already")]
+    Known {
+        /// Its name.
+        device: String,
+    },
+    /// The pool is not on that device.
+    #[error("{0}")]
+    Unknown(UnknownDevice),
+    /// It is the only one.
+    #[error("{device} is the only device that the pool is on; add another first, or drop the pool")]
+    Last {
+        /// Its name.
+        device: String,
+    },
+    /// The pool is on as many as it can be.
+    #[error("the pool is on {max} devices already, the most there can be")]
+    TooMany {
+        /// How many.
+        max: usize,
+    },
+    /// Device or limits do not permit it, or the device refused an arena. What had been registered on it is
+    /// deregistered.
+    #[error("{0}")]
+    Refused(Box<BuildError>),
+    /// The device would not let go of arenas. It is unknown to the pool all the same; the arenas' memory
+    /// stays mapped for ever.
+    #[error("{device} would not deregister {arenas} arenas ({}), which stay mapped; first: {first}", Bytes(*bytes as u64))]
+    Deregister {
+        /// Its name.
+        device: String,
+        /// How many arenas.
+        arenas: usize,
+        /// Bytes of them.
+        bytes: usize,
+        /// The first refusal.
+        first: RegisterError,
+    },
+    /// The pool came to its end before. Nothing stays registered.
+    #[error("the pool was torn down before the change was made")]
+    Closed,
+    /// This is a forked child of the process that built the pool.
+    #[error("this pool was built by process {owner}, this is process {this}")]
+    ForeignProcess {
+        /// The process that built the pool.
+        owner: u32,
+        /// The caller's.
+        this: u32,
     },
 }

@@ -1,3 +1,4 @@
+#![cfg_attr(feature = "nightly", feature(allocator_api))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -29,7 +30,7 @@
 //!
 //! # Features
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
-//! is the software device alone. `fault` adds a registrar that fails on demand, `loopback` connected
+//! is the software device alone. `fault` adds registering and mapping that fail on demand, `loopback` connected
 //! queue pairs on one device, `cli` the `pinpool` program.
 
 // Layers, lowest first: each file uses only its own or lower ones.
@@ -37,6 +38,7 @@
 // Layer 0: words, errors, arithmetic, the switch to loom.
 #[cfg(not(loom))]
 mod access;
+mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
@@ -45,6 +47,8 @@ mod error;
 mod problem;
 #[cfg(not(loom))]
 pub mod reach;
+#[cfg(not(loom))]
+mod reentry;
 #[cfg(not(loom))]
 mod size_class;
 mod sync;
@@ -64,6 +68,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod page_map;
+mod published;
 #[cfg(not(loom))]
 mod slab;
 
@@ -73,11 +78,15 @@ mod depot;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod record;
 mod stack;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
+mod tokens;
+mod waiters;
 
 // Layer 5: the pool.
 #[cfg(not(loom))]
@@ -88,37 +97,70 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod sg_list;
+#[cfg(not(loom))]
+mod shared;
 
+<<<<<<< HEAD
 // Layer 6: the faces, and what looks a machine over.
+=======
+// Layer 6: the faces, what looks a machine over, and rights over single buffers.
+>>>>>>> main
 #[cfg(not(loom))]
 mod adapters;
 #[cfg(not(loom))]
 mod doctor;
+#[cfg(not(loom))]
+pub mod lease;
 
 // Beside the layers: queue pairs to move bytes with.
 #[cfg(all(not(loom), feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 pub mod loopback;
+// Without the feature it probes devices for what their windows hold, and no more.
+#[cfg(all(
+    not(loom),
+    not(feature = "loopback"),
+    any(feature = "rdma-sys", feature = "rdma-mummy-sys")
+))]
+#[allow(dead_code, unused_imports, unreachable_pub)]
+mod loopback;
 
 #[cfg(all(not(loom), feature = "capi"))]
 pub use crate::adapters::capi;
+#[cfg(not(loom))]
+pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "codec"))]
+pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "global"))]
+pub use crate::adapters::{AttachError, PinnedAlloc};
+#[cfg(all(not(loom), feature = "bytemuck"))]
+pub use crate::adapters::{PodError, Typed};
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},
     arena::{ArenaInfo, leaked_bytes},
     batch::Batch,
     buf::{Buf, CapacityError},
-    config::{Builder, Event, Numa, PageSize, Pages, Progress, Stage},
-    device::Device,
+    config::{
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
+        Progress, Stage,
+    },
+    device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
         PoolReport, Report, doctor,
     },
     error::{
-        AllocError, BuildError, Bytes, CloseError, DeviceError, Exhausted, FreeError, RegisterError,
+        AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
+        Exhausted, ExportError, FreeError, RegisterError, TokenError, UnknownDevice,
     },
+    lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::Pool,
+    pool::{AllocFuture, DeviceChange, InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
+    sg_list::{SgList, SgListError},
+    shared::SharedArenas,
     stats::{ClassStats, Stats},
 };
 

@@ -24,6 +24,7 @@ use crate::{
     sys::{
         queue_pair::{Caps, CompletionQueue, Peer, QueuePair},
         verbs::{CallError, Pd, Port},
+        window::QpPtr,
     },
 };
 
@@ -142,6 +143,8 @@ pub struct Pair {
     next_id: u64,
     /// Completions that a blocking call met and that were not its own.
     aside: [VecDeque<Completion>; 2],
+    /// What has to be done before the queue pairs are destroyed.
+    before_stop: Vec<Box<dyn FnOnce() + Send + Sync>>,
 }
 
 struct Ends {
@@ -183,6 +186,7 @@ impl Pair {
             timeout: Duration::from_secs(10),
             next_id: OWN_ID,
             aside: Default::default(),
+            before_stop: Vec::new(),
         };
         pair.reset()?;
         Ok(pair)
@@ -202,12 +206,15 @@ impl Pair {
     }
 
     fn new_ends(&self) -> Result<Ends, CallError> {
-        let new = || {
-            // Both queues of an end report to one completion queue, and may both be full.
-            let cq = CompletionQueue::new(self.pd.context(), 2 * self.route.caps.depth)?;
-            QueuePair::new(&self.pd, &Arc::new(cq), self.route.caps)
+        let caps = self.route.caps;
+        let queue = || CompletionQueue::new(self.pd.context(), caps.depth).map(Arc::new);
+        // The requester receives nothing. What the responder posts to its send queue is not this
+        // pair's, and reports to a queue of its own.
+        let (requests, answers, receives) = (queue()?, queue()?, queue()?);
+        let ends = Ends {
+            requester: QueuePair::new(&self.pd, &requests, &requests, caps)?,
+            responder: QueuePair::new(&self.pd, &answers, &receives, caps)?,
         };
-        let ends = Ends { requester: new()?, responder: new()? };
         let Route { port, gid, .. } = &self.route;
         let peer = |of: &QueuePair| Peer { qp_num: of.number(), lid: port.lid, gid: *gid };
         ends.responder.connect(port, &peer(&ends.requester))?;
@@ -229,6 +236,16 @@ impl Pair {
     /// The longest message that the device sends, in bytes; [`post`](Pair::post) takes no longer SGE.
     pub fn max_message(&self) -> u32 {
         self.route.port.max_message
+    }
+
+    /// The responder's queue pair, which exists until the pair is stopped or reset.
+    pub(crate) fn responder(&self) -> Option<QpPtr> {
+        self.ends.as_ref().map(|ends| ends.responder.ptr())
+    }
+
+    /// Has something done once, before the present queue pairs are destroyed.
+    pub(crate) fn before_stop(&mut self, f: impl FnOnce() + Send + Sync + 'static) {
+        self.before_stop.push(Box::new(f));
     }
 
     /// Whether an error has stopped it.
@@ -426,15 +443,16 @@ impl Pair {
 
     fn poll_queue(&self, end: End, out: &mut [Completion]) -> Result<usize, LoopbackError> {
         let ends = self.ends.as_ref().ok_or(LoopbackError::Stopped)?;
-        let qp = match end {
-            End::Requester => &ends.requester,
-            End::Responder => &ends.responder,
+        let queue = match end {
+            End::Requester => ends.requester.sends(),
+            End::Responder => ends.responder.receives(),
         };
-        qp.cq().poll(out).map_err(|e| self.verbs_error(e))
+        queue.poll(out).map_err(|e| self.verbs_error(e))
     }
 
     /// Destroys both queue pairs, requester first, so that it sees no answer fail.
     fn stop(&mut self) {
+        self.before_stop.drain(..).for_each(|f| f());
         if let Some(Ends { requester, responder }) = self.ends.take() {
             drop(requester);
             drop(responder);
@@ -590,6 +608,7 @@ impl Route {
         };
         let mut access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
         access.set(Access::REMOTE_ATOMIC, limits.atomics);
+        access.set(Access::MW_BIND, limits.windows);
         let caps = Caps {
             depth: limits.max_wr.clamp(1, DEPTH),
             rd_atomic: limits.max_rd_atomic.min(RD_ATOMIC),

@@ -19,11 +19,10 @@ use std::{
     sync::Arc,
 };
 
-use parking_lot::{Mutex, MutexGuard};
-
 use crate::{
     depot::{Depot, Magazine},
     gate::{Gate, revoke_all},
+    reentry::{Mutex, MutexGuard},
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
     sync::{in_register, unlikely},

@@ -1,15 +1,13 @@
 //! From an address to its arena's keys, and from a page to its slab: one subtraction, one compare, one
 //! shift, one load. Readers take no lock and may pass any pointer.
 
-use std::io;
+use std::{io, ptr::NonNull};
 
 use crate::{
     access::PackedKeys,
+    published::Published,
     size_class::PAGE_SHIFT,
-    sync::atomic::{
-        AtomicU32, AtomicU64,
-        Ordering::{Acquire, Relaxed, Release},
-    },
+    sync::atomic::{AtomicU32, Ordering::Relaxed},
     sys::mmap::ZeroedTable,
 };
 
@@ -39,31 +37,28 @@ impl PageEntry {
     }
 }
 
-struct ArenaEntry {
-    keys: AtomicU64,
-    /// Registered bytes; 0 while the arena is not published. Stored after `keys`, read before.
-    len: AtomicU64,
-}
-
 /// The two maps of one pool.
 pub(crate) struct PageMap {
     base: usize,
     len: usize,
     stride_shift: u32,
-    arenas: Box<[ArenaEntry]>,
+    /// The same in pages.
+    page_stride_shift: u32,
+    /// By slot.
+    arenas: Box<[Published]>,
     pages: ZeroedTable<AtomicU32>,
 }
 
 impl PageMap {
-    /// Makes empty maps for `len` bytes of reserved address range at `base`, arenas `1 << stride_shift`
-    /// apart.
+    /// Makes empty maps for `len` bytes of address range at `base`, both whole pages, arenas
+    /// `1 << stride_shift` apart.
     pub(crate) fn new(base: usize, len: usize, stride_shift: u32) -> io::Result<Self> {
-        let entry = || ArenaEntry { keys: AtomicU64::new(0), len: AtomicU64::new(0) };
         Ok(Self {
             base,
             len,
             stride_shift,
-            arenas: (0..len >> stride_shift).map(|_| entry()).collect(),
+            page_stride_shift: stride_shift - PAGE_SHIFT,
+            arenas: (0..len.div_ceil(1 << stride_shift)).map(|_| Published::new()).collect(),
             pages: ZeroedTable::new(len >> PAGE_SHIFT)?,
         })
     }
@@ -83,10 +78,12 @@ impl PageMap {
 
     /// Makes an arena visible to look-ups.
     pub(crate) fn publish(&self, offset: usize, len: usize, keys: PackedKeys) {
-        let entry = &self.arenas[offset >> self.stride_shift];
-        entry.keys.store(keys.word(), Relaxed);
-        // Pairs with the load in `keys_of`: whoever sees the length sees the keys.
-        entry.len.store(len as u64, Release);
+        self.arenas[offset >> self.stride_shift].publish(keys.word(), len as u64);
+    }
+
+    /// Makes an arena, of which no block is out nor ever will be, invisible again.
+    pub(crate) fn unpublish(&self, offset: usize) {
+        self.arenas[offset >> self.stride_shift].unpublish();
     }
 
     /// The keys of the region that holds `addr`, if one does.
@@ -96,13 +93,52 @@ impl PageMap {
         if offset >= self.len {
             return None;
         }
-        let entry = self.arenas.get(offset >> self.stride_shift)?;
         let inside = offset & ((1 << self.stride_shift) - 1);
-        // Pairs with the store in `publish`.
-        if inside as u64 >= entry.len.load(Acquire) {
-            return None;
-        }
-        Some(PackedKeys::from_word(entry.keys.load(Relaxed)))
+        let keys = self.arenas.get(offset >> self.stride_shift)?.keys_at(inside as u64)?;
+        Some(PackedKeys::from_word(keys))
+    }
+
+    /// The slot of the arena that an address lies in, if one does.
+    #[inline]
+    pub(crate) fn slot_of(&self, addr: usize) -> Option<usize> {
+        self.keys_of(addr).map(|_| (addr - self.base) >> self.stride_shift)
+    }
+
+    /// The slot that an address of the pool's range lies in.
+    #[inline]
+    pub(crate) fn slot_at(&self, addr: usize) -> usize {
+        addr.wrapping_sub(self.base) >> self.stride_shift
+    }
+
+    /// Whether two addresses in the pool's range are in one arena's part of it.
+    pub(crate) fn same_arena(&self, a: usize, b: usize) -> bool {
+        (a.wrapping_sub(self.base) >> self.stride_shift)
+            == (b.wrapping_sub(self.base) >> self.stride_shift)
+    }
+
+    /// The keys of the region that holds a block.
+    #[inline(always)]
+    pub(crate) fn keys_at(&self, block: NonNull<u8>) -> PackedKeys {
+        let offset = (block.as_ptr() as usize).wrapping_sub(self.base);
+        debug_assert!(offset < self.len);
+        // SAFETY: a block lies in a published arena, so its offset is below `len`, and there is an entry for
+        // every arena's worth of that.
+        let entry = unsafe { self.arenas.get_unchecked(offset >> self.stride_shift) };
+        PackedKeys::from_word(entry.keys())
+    }
+
+    /// The keys of the region that a page lies in.
+    ///
+    /// # Safety
+    /// The page is one of a block that is out, so its arena is published.
+    #[inline(always)]
+    pub(crate) unsafe fn keys_of_page(&self, page: usize) -> PackedKeys {
+        let arena = page >> self.page_stride_shift;
+        debug_assert!(arena < self.arenas.len());
+        // SAFETY: the page lies in an arena (contract), and the table has an entry for each.
+        let entry = unsafe { self.arenas.get_unchecked(arena) };
+        // The block came from the slabs, whose lock orders it after the arena's publication.
+        PackedKeys::from_word(entry.keys())
     }
 
     /// Which page of the pool an address lies in, if it lies in the pool's range.
@@ -145,9 +181,12 @@ mod tests {
         let (first, end) = (base + (2 << 20), base + (3 << 20));
         assert_eq!(m.keys_of(first), Some(keys));
         assert_eq!(m.keys_of(end - 1), Some(keys));
+        assert_eq!((m.slot_of(first), m.slot_of(end)), (Some(1), None));
         for foreign in [0, 1, base - 1, base, first - 1, end, base + (4 << 20), usize::MAX] {
             assert_eq!(m.keys_of(foreign), None, "{foreign:#x}");
         }
+        m.unpublish(2 << 20);
+        assert_eq!(m.keys_of(first), None, "after it went");
     }
 
     #[test]

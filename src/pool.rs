@@ -4,10 +4,21 @@
 mod alloc;
 mod books;
 mod core;
+mod export;
+mod flight;
 mod free;
+mod grow;
+mod posted;
+mod rails;
+#[cfg_attr(
+    not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
+    allow(dead_code)
+)]
+mod raw;
 mod reference;
 mod teardown;
 mod threads;
+mod wait;
 
 use std::{
     fmt,
@@ -15,7 +26,13 @@ use std::{
     sync::atomic::Ordering::{AcqRel, Relaxed},
 };
 
+pub use self::rails::DeviceChange;
 pub(crate) use self::{core::Core, reference::PoolRef};
+pub use self::{
+    flight::InFlight,
+    posted::{Outcome, PostError, Posted},
+    wait::AllocFuture,
+};
 use crate::{
     access::{Access, Keys},
     arena::{ArenaInfo, Leftover},
@@ -25,7 +42,7 @@ use crate::{
     error::{AllocError, BuildError, CloseError, FreeError},
     local::LocalPool,
     magazine::Place,
-    reach::{Any, OneDevice},
+    reach::{Any, OneDevice, Reach},
     size_class::MIN_BLOCK,
     stats::Stats,
     sys::limits,
@@ -73,7 +90,7 @@ impl<R> fmt::Debug for Pool<R> {
         f.debug_struct("Pool")
             .field("capacity", &self.capacity())
             .field("access", &self.access())
-            .field("arenas", &self.core().infos.len())
+            .field("max_capacity", &self.core().grower.max_capacity)
             .finish_non_exhaustive()
     }
 }
@@ -85,16 +102,18 @@ impl Pool {
     }
 }
 
-impl<R> Pool<R> {
+impl<R: Reach> Pool<R> {
     pub(crate) fn from_plan(plan: Plan) -> Result<Self, BuildError> {
-        let core = Core::build(plan)?;
+        let core = Core::build(plan, !R::ONE_DEVICE)?;
         // SAFETY: built just now, with this handle counted.
         let slot_offset = unsafe { core.as_ref() }.slot_offset;
         Ok(Self { inner: PoolRef { core, slot_offset }, _reach: PhantomData })
     }
+}
 
+impl<R> Pool<R> {
     #[inline(always)]
-    fn core(&self) -> &Core {
+    pub(crate) fn core(&self) -> &Core {
         // SAFETY: the core lives while a handle does, and this is one.
         unsafe { self.inner.core.as_ref() }
     }
@@ -209,6 +228,10 @@ impl<R> Pool<R> {
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
         let mut stats = self.core().stats();
+        self.core().each_flight(|_| stats.in_flight += 1);
+        if !self.core().foreign() {
+            stats.table_bytes += self.core().tokens.table_bytes();
+        }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);
@@ -223,14 +246,14 @@ impl<R> Pool<R> {
         }
     }
 
-    /// The arenas: where each is, what it is made of, its keys, and how long it took to bring up.
-    pub fn arenas(&self) -> &[ArenaInfo] {
-        &self.core().infos
-    }
-
-    /// Bytes of all arenas.
+    /// Bytes of all arenas that there are now.
     pub fn capacity(&self) -> usize {
         self.core().slabs.capacity()
+    }
+
+    /// Bytes that the pool may grow to.
+    pub fn max_capacity(&self) -> usize {
+        self.core().grower.max_capacity
     }
 
     /// The longest buffer that this pool can ever give: one arena.
@@ -280,6 +303,14 @@ impl<R> Pool<R> {
         }
     }
 
+    /// Does what the pool's own thread does when it is woken at that time, counted from the pool's birth: growing
+    /// and shrinking as needed, and device changes. Says after how long it would be woken next, if by nothing
+    /// else. For tests, with [`Builder::growth_by_hand`].
+    #[cfg(feature = "fault")]
+    pub fn tick(&self, now: std::time::Duration) -> Option<std::time::Duration> {
+        self.core().tick(now)
+    }
+
     /// Walks all tables and panics on the first contradiction. For tests; takes every lock.
     #[cfg(any(test, feature = "fault"))]
     pub fn check(&self) {
@@ -290,6 +321,12 @@ impl<R> Pool<R> {
 }
 
 impl<R: OneDevice> Pool<R> {
+    /// The arenas that there are now, by address: where each is, what it is made of, its keys, and how long it
+    /// took to bring up.
+    pub fn arenas(&self) -> Vec<ArenaInfo> {
+        self.core().shown().map_or_else(Vec::new, |shown| shown.infos())
+    }
+
     /// The keys of the region that holds `ptr`; `None` if it does not point into this pool's arenas.
     /// Any pointer may be asked for, and none is followed. Takes no lock.
     #[inline]

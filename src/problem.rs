@@ -71,8 +71,26 @@ pub enum Problem {
         surplus: u64,
         /// That its pool holds, used ones included.
         total: u64,
-        /// Free ones of each NUMA node, where known.
+        /// Free ones of each NUMA node that the pool may use, where known.
         nodes: Vec<(u32, u64)>,
+        /// Free ones on nodes that this process may not use, which `free` does not count; `None` when it
+        /// may use all.
+        forbidden: Option<u64>,
+    },
+    /// A NUMA node that was asked for cannot give what the pool needs of it.
+    Node {
+        /// The node.
+        node: u32,
+        /// What is wrong.
+        problem: String,
+        /// What to do about it.
+        fix: String,
+        /// Bytes that were to come from it.
+        needed: u64,
+        /// Bytes of a page.
+        page_size: usize,
+        /// Bytes that are free there in pages of that size, where the system says.
+        free: Option<u64>,
     },
     /// A cgroup allows fewer bytes of hugepages.
     HugetlbCgroup {
@@ -153,6 +171,7 @@ impl Problem {
             Self::ArenaSize { .. } => "arena_size",
             Self::PageSizeAbsent { .. } => "page_size_absent",
             Self::Hugepages { .. } => "hugepages",
+            Self::Node { .. } => "node",
             Self::HugetlbCgroup { .. } => "hugetlb_cgroup",
             Self::MemoryCgroup { .. } => "memory_cgroup",
             Self::MapCount { .. } => "map_count",
@@ -196,12 +215,14 @@ impl Problem {
                     all.join(", ")
                 )
             }
-            Self::Hugepages { page_size, needed, free, reserved, surplus, nodes, .. } => {
+            Self::Hugepages {
+                page_size, needed, free, reserved, surplus, nodes, forbidden, ..
+            } => {
                 let mut text = format!(
                     "hugepages of {}: {needed} are needed, {free} are free",
                     Bytes(*page_size as u64)
                 );
-                if nodes.len() > 1 {
+                if nodes.len() > 1 || forbidden.is_some() {
                     let all: Vec<_> =
                         nodes.iter().map(|(n, free)| format!("{free} on node {n}")).collect();
                     text += &format!(" ({})", all.join(", "));
@@ -212,7 +233,13 @@ impl Problem {
                 if *surplus > 0 {
                     text += &format!(", {surplus} more may be made");
                 }
+                if let Some(n) = forbidden {
+                    text += &format!(", {n} more are on nodes that this process may not use");
+                }
                 text
+            }
+            Self::Node { node, problem, needed, page_size, free, .. } => {
+                node_words(*node, problem, *needed, *page_size, *free)
             }
             Self::HugetlbCgroup { page_size, asked, used, limit, file } => format!(
                 "{} of hugepages of {} are needed, the cgroup allows {} and uses {} ({})",
@@ -277,22 +304,37 @@ impl Problem {
                  knows that size",
                 asked >> 10
             ),
+            Self::Hugepages { nodes, forbidden: Some(_), page_size, needed, free, .. }
+                if nodes.len() == 1 =>
+            {
+                let (node, kb) = (nodes[0].0, page_size >> 10);
+                format!(
+                    "Reserve {} more on node {node} (in /sys/devices/system/node/node{node}/hugepages/\
+                     hugepages-{kb}kB/nr_hugepages), or let this process use other nodes (`cpuset.mems` of \
+                     its cgroup, `numactl --membind`)",
+                    needed.saturating_sub(*free)
+                )
+            }
             Self::Hugepages { page_size, needed, free, reserved, surplus, total, .. } => {
                 let usable = free.saturating_sub(*reserved).saturating_add(*surplus);
                 let total = total.saturating_add(needed.saturating_sub(usable));
                 let kb = page_size >> 10;
                 format!(
                     "Reserve more: `echo {total} > /sys/kernel/mm/hugepages/hugepages-{kb}kB/nr_hugepages` \
-                     (at boot: `hugepagesz={kb}K hugepages={total}`), or ask for `Pages::Prefer`, which does \
-                     without"
+                     (at boot: `hugepagesz={kb}K hugepages={total}`). `Pages::Prefer` does without"
                 )
             }
-            Self::HugetlbCgroup { asked, used, file, .. }
-            | Self::MemoryCgroup { asked, used, file, .. } => format!(
+            Self::HugetlbCgroup { asked, used, file, .. } => format!(
                 "Raise it: `echo {} > {}`, or ask for less",
                 used.saturating_add(*asked),
                 file.display()
             ),
+            Self::MemoryCgroup { asked, used, file, .. } => {
+                // The rest of the process will want some, too.
+                let sum = used.saturating_add(*asked);
+                let limit = sum.saturating_add(sum / 16).div_ceil(1 << 20).saturating_mul(1 << 20);
+                format!("Raise it: `echo {limit} > {}`, or ask for less", file.display())
+            }
             Self::MapCount { needed, used, .. } => {
                 format!("Raise it: `sysctl vm.max_map_count={}`", used.saturating_add(*needed) * 2)
             }
@@ -302,7 +344,7 @@ impl Problem {
                     .to_owned()
             }
             Self::Memory { .. } => "Ask for less".to_owned(),
-            Self::Device { fix, .. } => fix.clone(),
+            Self::Device { fix, .. } | Self::Node { fix, .. } => fix.clone(),
             Self::NoActivePort { device } => {
                 format!("Bring its link up; `rdma link show {device}/1` tells its state")
             }
@@ -340,10 +382,50 @@ impl From<Problem> for BuildError {
             }
             Problem::ArenaSize { asked, problem } => Self::ArenaSize { asked, problem },
             Problem::PageSizeAbsent { asked, offered } => Self::PageSizeAbsent { asked, offered },
+            Problem::Node { node, problem, fix, needed, page_size, free } => {
+                Self::Node { node, problem, fix, needed, page_size, free, errno: None }
+            }
             other => Self::Preflight(vec![other]),
         }
     }
 }
+
+/// What is wrong with a node, in words.
+pub(crate) fn node_words(
+    node: u32,
+    problem: &str,
+    needed: u64,
+    page_size: usize,
+    free: Option<u64>,
+) -> String {
+    let free = match free {
+        None => String::new(),
+        Some(free) if page_size <= MOST_BASE => format!("; {} are free there", Bytes(free)),
+        Some(free) => format!("; {} such pages are free there", free / page_size as u64),
+    };
+    format!(
+        "NUMA node {node} cannot give {} in pages of {}: {problem}{free}",
+        Bytes(needed),
+        Bytes(page_size as u64)
+    )
+}
+
+/// What to do about a node that has too few pages. `pages` are those that it has, used ones included, and
+/// `lacking` those that it lacks, where they are hugepages that can be reserved.
+pub(crate) fn node_fix(node: u32, page_size: usize, pages: Option<u64>, lacking: u64) -> String {
+    match pages {
+        Some(pages) if page_size > MOST_BASE => format!(
+            "Reserve more there: `echo {} > /sys/devices/system/node/node{node}/hugepages/\
+             hugepages-{}kB/nr_hugepages`, or ask for another node",
+            pages.saturating_add(lacking),
+            page_size >> 10
+        ),
+        _ => "Ask for less, for another node, or for `Numa::Any`".to_owned(),
+    }
+}
+
+/// The longest base page that any system has; hugepages are longer.
+const MOST_BASE: usize = 64 << 10;
 
 /// All problems as one error; `None` of none.
 pub(crate) fn all(mut problems: Vec<Problem>) -> Option<BuildError> {

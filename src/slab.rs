@@ -7,15 +7,20 @@
 //! A *slab* is a run of pages cut into blocks of one class; how many pages is fixed for the class. A
 //! *span* is a run with a single block. Free runs merge with their neighbours inside one arena at once,
 //! and the best-fitting lowest one is taken, so that a change of sizes strands nothing.
+//!
+//! Arenas come and go under the same lock (`arenas`), which also says when what is left runs low.
 
-use std::{collections::BTreeSet, io, ptr::NonNull};
+mod arenas;
 
-use parking_lot::Mutex;
+use std::{collections::BTreeSet, io, ptr::NonNull, sync::Arc};
 
+use self::arenas::ArenaUse;
 use crate::{
     access::PackedKeys,
+    bell::Bell,
     error::FreeError,
     page_map::{PageEntry, PageMap},
+    reentry::{Mutex, MutexGuard},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{
         AtomicU32, AtomicU64, AtomicUsize,
@@ -32,6 +37,9 @@ pub(crate) struct Entry {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) keys: PackedKeys,
 }
+
+// SAFETY: an address and two keys; whoever has it owns the block, on whichever thread.
+unsafe impl Send for Entry {}
 
 const WORDS: usize = size_class::MAX_SLAB_BLOCKS / 64;
 
@@ -68,6 +76,8 @@ pub(crate) struct ClassCounts {
 /// The counts of the whole pool at one moment.
 #[derive(Clone, Debug)]
 pub(crate) struct Counts {
+    /// Bytes of all arenas.
+    pub(crate) capacity: usize,
     /// By class; the last is spans above the classes, where `taken` counts spans.
     pub(crate) classes: Vec<ClassCounts>,
     /// Bytes of free runs.
@@ -78,8 +88,17 @@ pub(crate) struct Counts {
 }
 
 struct State {
-    /// Free runs as (pages, first page): the first at or after (n, 0) is the best fit, lowest address.
+    /// Free runs as (pages, first page): the first at or after (n, 0) is the best fit, lowest address. Those
+    /// of parked arenas apart, to be looked at last.
     runs: BTreeSet<(u32, u32)>,
+    parked_runs: BTreeSet<(u32, u32)>,
+    /// The first page of parked arenas: all from here on. `u32::MAX` if none is.
+    parked_from: u32,
+    /// By slot.
+    arenas: Vec<ArenaUse>,
+    /// Bytes of all arenas, and of blocks and spans out of their slabs.
+    capacity: usize,
+    taken_bytes: usize,
     /// By class: first pages of slabs with some blocks in and some out, lowest address first.
     partial: Vec<BTreeSet<u32>>,
     classes: [ClassCounts; CLASSES + 1],
@@ -99,10 +118,14 @@ pub(crate) struct Slabs {
     table: ZeroedTable<Slab>,
     shapes: [SlabShape; CLASSES],
     state: Mutex<State>,
-    capacity: usize,
+    /// A copy of the state's, for reading without the lock.
+    capacity: AtomicUsize,
     max_len: usize,
     /// Bytes of runs cut since the caches were last called back.
     cut: AtomicUsize,
+    /// Rung when fewer bytes than this are left; 0 is never. Written under the lock.
+    ring_below: AtomicUsize,
+    bell: Arc<Bell>,
 }
 
 /// Whether a block that came back was the last of a draining pool.
@@ -114,18 +137,26 @@ pub(crate) enum Given {
 }
 
 impl Slabs {
-    /// Takes over the published arenas in `map`; `ranges` gives their offsets and lengths, `pad` the
-    /// bytes between blocks of page-multiple slab classes.
+    /// Takes over the published arenas in `map`; `ranges` gives their offsets and lengths, `max_len` the
+    /// longest arena that there will ever be, `pad` the bytes between blocks of page-multiple slab classes.
     pub(crate) fn new(
         map: PageMap,
         ranges: impl Iterator<Item = (usize, usize)>,
+        max_len: usize,
         pad: usize,
+        bell: Arc<Bell>,
     ) -> io::Result<Self> {
         let pages = map.len() >> PAGE_SHIFT;
         // One number for each slab there can be; no slab or span is shorter than a page.
         let table = ZeroedTable::new(pages + 1)?;
+        let slots = pages.div_ceil(map.stride_pages() as usize);
         let mut state = State {
             runs: BTreeSet::new(),
+            parked_runs: BTreeSet::new(),
+            parked_from: u32::MAX,
+            arenas: vec![ArenaUse::default(); slots],
+            capacity: 0,
+            taken_bytes: 0,
             partial: vec![BTreeSet::new(); CLASSES],
             classes: [ClassCounts::default(); CLASSES + 1],
             spare: Vec::new(),
@@ -133,14 +164,10 @@ impl Slabs {
             taken: 0,
             draining: false,
         };
-        let (mut capacity, mut max_len) = (0, 0);
         for (offset, len) in ranges {
-            capacity += len;
-            max_len = max_len.max(len);
-            let run = ((len >> PAGE_SHIFT) as u32, (offset >> PAGE_SHIFT) as u32);
-            Self::mark_free(&map, run);
-            state.runs.insert(run);
+            state.insert_arena(&map, offset, len);
         }
+        let capacity = state.capacity;
         let shapes = std::array::from_fn(|class| {
             let size = size_class::size_of(class);
             let padded = size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK;
@@ -151,9 +178,11 @@ impl Slabs {
             table,
             shapes,
             state: Mutex::new(state),
-            capacity,
+            capacity: AtomicUsize::new(capacity),
             max_len,
             cut: AtomicUsize::new(0),
+            ring_below: AtomicUsize::new(0),
+            bell,
         })
     }
 
@@ -162,10 +191,10 @@ impl Slabs {
     }
 
     pub(crate) fn capacity(&self) -> usize {
-        self.capacity
+        self.capacity.load(Relaxed)
     }
 
-    /// Bytes of the longest buffer: an arena.
+    /// Bytes of the longest buffer: the longest arena there can be.
     pub(crate) fn max_len(&self) -> usize {
         self.max_len
     }
@@ -183,7 +212,8 @@ impl Slabs {
     /// long runs placed between them would keep the gaps apart after they have gone. So before runs that
     /// are long for this pool, and else once for every sixteenth of the pool that was cut.
     pub(crate) fn consolidation_due(&self, bytes: usize) -> bool {
-        bytes * 64 >= self.capacity || self.cut.load(Relaxed) * 16 >= self.capacity
+        let capacity = self.capacity();
+        bytes.saturating_mul(64) >= capacity || self.cut.load(Relaxed) * 16 >= capacity
     }
 
     /// Says that the caches were called back.
@@ -197,18 +227,29 @@ impl Slabs {
         let mut state = self.state.lock();
         let mut got = 0;
         while got < want {
-            let first = match state.partial[class].first() {
-                Some(&first) => first,
-                None => match self.new_slab(&mut state, class) {
+            let listed = state.partial[class].first().copied();
+            let first = match listed {
+                Some(first) if first < state.parked_from => first,
+                // Nothing but a parked arena's: rather a new slab in another.
+                _ => match self.new_slab(&mut state, class, listed.is_none()).or(listed) {
                     Some(first) => first,
                     None => break,
                 },
             };
             got += self.take_from(&mut state, first, class, want - got, &mut sink);
         }
-        state.classes[class].taken += got;
-        state.taken += got;
+        state.took(class, got, got * size_class::size_of(class));
+        self.unlock_taken(state);
         got
+    }
+
+    /// Lets go of the lock after something was taken, and rings if little is left.
+    fn unlock_taken(&self, state: MutexGuard<'_, State>) {
+        let low = state.idle() < self.ring_below.load(Relaxed);
+        drop(state);
+        if low {
+            self.bell.ring();
+        }
     }
 
     /// Takes a free block, aligned to `align`, of `class` or a larger one, when no slab can be cut any more.
@@ -220,8 +261,8 @@ impl Slabs {
         let first = *state.partial[larger].first()?;
         let mut got = None;
         self.take_from(&mut state, first, larger, 1, &mut |e| got = Some((e, larger)));
-        state.classes[larger].taken += 1;
-        state.taken += 1;
+        state.took(larger, 1, size_class::size_of(larger));
+        self.unlock_taken(state);
         got
     }
 
@@ -230,7 +271,7 @@ impl Slabs {
         let pages = u32::try_from(len.checked_add(PAGE - 1)? >> PAGE_SHIFT).ok()?.max(1);
         let align_pages = u32::try_from(align.div_ceil(PAGE)).ok()?.max(1);
         let mut state = self.state.lock();
-        let first = self.take_run(&mut state, pages, align_pages)?;
+        let first = self.take_run(&mut state, pages, align_pages, true)?;
         self.new_table(
             &mut state,
             first,
@@ -239,10 +280,10 @@ impl Slabs {
             SlabShape { pages, blocks: 1, stride: 0 },
         );
         self.slab_at(first)?.1.free_map[0].store(0, Relaxed);
-        state.classes[SPAN_CLASS].taken += 1;
-        state.classes[SPAN_CLASS].bytes += (pages as usize) << PAGE_SHIFT;
-        state.taken += 1;
-        drop(state);
+        let bytes = (pages as usize) << PAGE_SHIFT;
+        state.classes[SPAN_CLASS].bytes += bytes;
+        state.took(SPAN_CLASS, 1, bytes);
+        self.unlock_taken(state);
         Some(self.entry(self.map.addr_of(first)))
     }
 
@@ -272,6 +313,12 @@ impl Slabs {
         slab.map_or(0, |(_, slab)| (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT)
     }
 
+    /// The class of the block at `ptr`, which must be out.
+    pub(crate) fn class_at(&self, ptr: NonNull<u8>) -> Option<usize> {
+        let page = self.map.page_of(ptr.as_ptr() as usize)?;
+        self.slab_at(page).map(|(_, slab)| slab.class.load(Relaxed) as usize)
+    }
+
     pub(crate) fn counts(&self) -> Counts {
         self.counts_of(&self.state.lock())
     }
@@ -281,6 +328,7 @@ impl Slabs {
         match self.state.try_lock() {
             Some(state) => self.counts_of(&state),
             None => Counts {
+                capacity: self.capacity(),
                 classes: vec![ClassCounts::default(); CLASSES + 1],
                 free_runs: 0,
                 largest_run: 0,
@@ -290,13 +338,27 @@ impl Slabs {
     }
 
     fn counts_of(&self, state: &State) -> Counts {
+        let bytes = |&(pages, _): &(u32, u32)| (pages as usize) << PAGE_SHIFT;
         Counts {
+            capacity: state.capacity,
             classes: state.classes.to_vec(),
-            free_runs: state.runs.iter().map(|&(pages, _)| (pages as usize) << PAGE_SHIFT).sum(),
-            largest_run: state.runs.last().map_or(0, |&(pages, _)| (pages as usize) << PAGE_SHIFT),
+            free_runs: state.runs.iter().chain(&state.parked_runs).map(bytes).sum(),
+            largest_run: [&state.runs, &state.parked_runs]
+                .into_iter()
+                .filter_map(|r| r.last().map(bytes))
+                .max()
+                .unwrap_or(0),
             table_bytes: state.next as usize * size_of::<Slab>()
-                + (self.capacity >> PAGE_SHIFT) * size_of::<u32>(),
+                + (state.capacity >> PAGE_SHIFT) * size_of::<u32>(),
         }
+    }
+
+    /// First page and length in pages of every slab and span that there is, in no order.
+    pub(crate) fn runs_in_use(&self) -> Vec<(u32, u32)> {
+        let state = self.state.lock();
+        let table = &self.table[..state.next as usize];
+        let run = |s: &Slab| (s.first.load(Relaxed), s.pages.load(Relaxed));
+        table.iter().map(run).filter(|&(_, pages)| pages > 0).collect()
     }
 
     /// Marks a block, which the caller owns, as out as a raw pointer.
@@ -422,10 +484,13 @@ impl Slabs {
         state.taken -= 1;
         state.classes[class].taken -= 1;
         if class == SPAN_CLASS {
-            state.classes[class].bytes -= (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT;
+            let bytes = (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT;
+            state.taken_bytes -= bytes;
+            state.classes[class].bytes -= bytes;
             self.drop_slab(state, id, slab);
             return;
         }
+        state.taken_bytes -= size_class::size_of(class);
         let block = (addr - self.map.addr_of(first)) / self.shapes[class].stride as usize;
         let word = &slab.free_map[block / 64];
         debug_assert_eq!(word.load(Relaxed) >> (block % 64) & 1, 0, "{addr:#x} was free already");
@@ -444,10 +509,10 @@ impl Slabs {
         }
     }
 
-    /// Cuts a fresh slab; returns its first page.
-    fn new_slab(&self, state: &mut State, class: usize) -> Option<u32> {
+    /// Cuts a fresh slab, of a parked arena only if `parked` permits it; returns its first page.
+    fn new_slab(&self, state: &mut State, class: usize, parked: bool) -> Option<u32> {
         let shape = self.shapes[class];
-        let first = self.take_run(state, shape.pages, 1)?;
+        let first = self.take_run(state, shape.pages, 1, parked)?;
         self.new_table(state, first, shape.pages, class, shape);
         state.classes[class].free += shape.blocks as usize;
         state.classes[class].bytes += (shape.pages as usize) << PAGE_SHIFT;
@@ -489,22 +554,38 @@ impl Slabs {
         map.set(first + pages - 1, PageEntry::free_run(pages));
     }
 
-    /// Takes the best-fitting run whose start can be aligned, and gives back what is cut off.
-    fn take_run(&self, state: &mut State, pages: u32, align_pages: u32) -> Option<u32> {
-        // Alignment is one of addresses, and the pool's base is aligned to at least an arena.
-        let aligned = |first: u32| first.checked_next_multiple_of(align_pages);
+    /// Takes the best-fitting run whose start can be aligned, and gives back what is cut off. From parked
+    /// arenas only what no other has, and only if `parked` permits it.
+    fn take_run(
+        &self,
+        state: &mut State,
+        pages: u32,
+        align_pages: u32,
+        parked: bool,
+    ) -> Option<u32> {
+        // Alignment is one of addresses, and lent memory may start at any page.
+        let base = self.map.base() >> PAGE_SHIFT;
+        let aligned = |first: u32| {
+            let page = (base + first as usize).checked_next_multiple_of(align_pages as usize)?;
+            u32::try_from(page - base).ok()
+        };
         let fits = |&&(len, first): &&(u32, u32)| {
             aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
         };
-        let &(len, first) = state.runs.range((pages, 0)..).find(fits)?;
+        let last = || state.parked_runs.range((pages, 0)..).find(fits).filter(|_| parked);
+        let &(len, first) = state.runs.range((pages, 0)..).find(fits).or_else(last)?;
         let start = aligned(first)?;
         self.cut.fetch_add((pages as usize) << PAGE_SHIFT, Relaxed);
-        state.runs.remove(&(len, first));
+        let arena = &mut state.arenas[(first / self.map.stride_pages()) as usize];
+        arena.used += pages;
+        arena.touched = true;
+        let runs = state.runs_at(first);
+        runs.remove(&(len, first));
         let (before, after) = (start - first, first + len - start - pages);
         for run in [(before, first), (after, start + pages)] {
             if run.0 > 0 {
                 Self::mark_free(&self.map, run);
-                state.runs.insert(run);
+                runs.insert(run);
             }
         }
         Some(start)
@@ -514,10 +595,13 @@ impl Slabs {
     fn give_run(&self, state: &mut State, mut first: u32, mut pages: u32) {
         let stride = self.map.stride_pages();
         let end = first + pages;
+        state.arenas[(first / stride) as usize].used -= pages;
+        // All neighbours are of the same arena, and so in the same set.
+        let runs = state.runs_at(first);
         if !first.is_multiple_of(stride)
             && let Some(n) = self.map.get(first - 1).as_free_run()
         {
-            state.runs.remove(&(n, first - n));
+            runs.remove(&(n, first - n));
             first -= n;
             pages += n;
         }
@@ -526,11 +610,11 @@ impl Slabs {
             && end < last
             && let Some(n) = self.map.get(end).as_free_run()
         {
-            state.runs.remove(&(n, end));
+            runs.remove(&(n, end));
             pages += n;
         }
         Self::mark_free(&self.map, (pages, first));
-        state.runs.insert((pages, first));
+        runs.insert((pages, first));
     }
 
     /// Walks every table and panics on the first contradiction. For tests.
@@ -538,13 +622,13 @@ impl Slabs {
     pub(crate) fn check(&self) {
         let state = self.state.lock();
         let mut free_pages = 0;
-        for &(pages, first) in &state.runs {
+        let runs = || state.runs.iter().chain(&state.parked_runs);
+        for &(pages, first) in runs() {
             assert_eq!(self.map.get(first), PageEntry::free_run(pages));
             assert_eq!(self.map.get(first + pages - 1), PageEntry::free_run(pages));
             free_pages += pages as usize;
         }
-        let mut starts: Vec<_> =
-            state.runs.iter().map(|&(pages, first)| (first, pages, true)).collect();
+        let mut starts: Vec<_> = runs().map(|&(pages, first)| (first, pages, true)).collect();
         let mut counts = [ClassCounts::default(); CLASSES + 1];
         let mut used_pages = 0;
         for slab in self.table[..state.next as usize].iter() {
@@ -569,7 +653,9 @@ impl Slabs {
             counts[class].bytes += (pages as usize) << PAGE_SHIFT;
         }
         assert_eq!(counts, state.classes);
-        assert_eq!((free_pages + used_pages) << PAGE_SHIFT, self.capacity);
+        assert_eq!((free_pages + used_pages) << PAGE_SHIFT, state.capacity);
+        assert_eq!(self.capacity(), state.capacity);
+        self.check_arenas(&state, &starts);
         assert_eq!(counts.iter().map(|c| c.taken).sum::<usize>(), state.taken);
         starts.sort_unstable();
         let stride = self.map.stride_pages();
@@ -596,7 +682,7 @@ mod tests {
         for (i, &(offset, len)) in ranges.iter().enumerate() {
             map.publish(offset, len, PackedKeys::new(LKey::new(i as u32 + 1), RKey::new(9)));
         }
-        Slabs::new(map, ranges.into_iter(), 0).expect("slabs")
+        Slabs::new(map, ranges.into_iter(), 1 << 20, 0, Arc::new(Bell::new())).expect("slabs")
     }
 
     fn take(s: &Slabs, class: usize, want: usize) -> Vec<Entry> {

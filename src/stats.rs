@@ -1,6 +1,8 @@
 //! The books: what of a pool is where. Counted on the slow path and by reading other threads' cursors;
 //! the fast path counts nothing.
 
+use std::time::Duration;
+
 use crate::size_class::{self, CLASSES};
 
 /// Where a pool's bytes are at one moment.
@@ -13,6 +15,8 @@ use crate::size_class::{self, CLASSES};
 pub struct Stats {
     /// Bytes of all arenas.
     pub capacity: usize,
+    /// Bytes that the pool may grow to.
+    pub max_capacity: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
     /// Bytes of free blocks in threads' magazines and in the depot.
@@ -23,12 +27,31 @@ pub struct Stats {
     pub unused: usize,
     /// How many buffers are out.
     pub live_buffers: usize,
+    /// How many of them are out as tokens, in flight or lost. [`Pool::in_flight`](crate::Pool::in_flight) lists
+    /// them.
+    pub in_flight: usize,
+    /// How many requests wait for memory now.
+    pub waiting: usize,
+    /// How many have waited or do, over the pool's life, by
+    /// [`alloc_wait`](crate::Pool::alloc_wait) or [`alloc_async`](crate::Pool::alloc_async). One that could be
+    /// served at once has not waited.
+    pub waits: u64,
+    /// How long those that wait no longer did, together, whether they were served or gave up.
+    pub wait_time: Duration,
     /// The longest free run, in bytes: the longest span that can be had at once.
     pub largest_free: usize,
     /// How many arenas there are: memory regions on the device.
     pub arenas: usize,
     /// How many register calls the pool has made.
     pub register_calls: u64,
+    /// How often the pool has grown by an arena, and given one back.
+    pub growths: u64,
+    /// See [`growths`](Stats::growths).
+    pub shrinks: u64,
+    /// How often an arena that was to come did not.
+    pub growth_failures: u64,
+    /// What bringing arenas up took in all since the pool was built, failed ones included.
+    pub growth_time: Duration,
     /// Bytes that RDMA has pinned for the whole process (`VmPin`), as of this call; `capacity` is this
     /// pool's part of it on a verbs device.
     ///
@@ -71,17 +94,26 @@ pub struct ClassStats {
 
 impl Stats {
     /// Sums up. `cached` gives, by class, the blocks in magazines and depot.
-    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize], capacity: usize) -> Self {
+    pub(crate) fn new(counts: &crate::slab::Counts, cached: &[usize]) -> Self {
         let mut s = Self {
-            capacity,
+            capacity: counts.capacity,
+            max_capacity: counts.capacity,
             live: 0,
             cached: 0,
             free: 0,
             unused: counts.free_runs,
             live_buffers: 0,
+            in_flight: 0,
+            waiting: 0,
+            waits: 0,
+            wait_time: Duration::ZERO,
             largest_free: counts.largest_run,
             arenas: 0,
             register_calls: 0,
+            growths: 0,
+            shrinks: 0,
+            growth_failures: 0,
+            growth_time: Duration::ZERO,
             pinned: 0,
             locked: 0,
             memlock_limit: None,

@@ -16,6 +16,7 @@ use crate::{
     gate::Gate,
     magazine::{self, Local, ThreadGate},
     pool::Core,
+    reentry,
     sync::in_register,
     sys::fork,
 };
@@ -91,6 +92,7 @@ pub(crate) fn with_local<R>(core: &Core, f: impl FnOnce(&Local) -> R) -> Option<
     if !core.has_gates() {
         return None;
     }
+    let _own = reentry::enter();
     let run = |attached: &RefCell<Attached>| {
         // Borrowed until `f` is done: that is what keeps a call from inside out.
         let mut attached = attached.try_borrow_mut().ok()?;

@@ -46,6 +46,11 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&["bench", "startup", "--soft", "--capacity", "0"], "multiple of 2 MiB"),
         (&["bench", "startup", "--soft", "--capacity", "3M"], "multiple of 2 MiB"),
         (&["bench", "startup", "--soft", "--reps", "0"], "--reps"),
+        (&["bench", "growth", "--soft", "--threads", "0"], "--threads"),
+        (&["bench", "growth", "--soft", "--capacity", "5000"], "multiple of 1 MiB"),
+        (&["bench", "growth", "--soft", "--max-capacity", "64M"], "could not grow"),
+        (&["bench", "lease", "--soft", "--sizes", "2K"], "4 KiB to 64 MiB"),
+        (&["bench", "lease", "--soft", "--samples", "0"], "--samples"),
     ] {
         run(args).refused(what);
     }
@@ -101,6 +106,29 @@ fn b36_mapping_faulting_in_and_registering_are_timed_apart() {
     // The other side's memory was brought up in the same way, on the same pages, before it was timed.
     assert!(v["per_call"]["fault_in_ns"].as_u64().is_some_and(|ns| ns > 0), "{}", v["per_call"]);
     assert_eq!(v["per_call"]["page_size"], v["page_size"]);
+}
+
+#[test]
+fn the_growth_bench_has_a_row_for_each_number_of_threads() {
+    let args = ["bench", "growth", "--soft", "--capacity", "16M", "--max-capacity", "96M"];
+    let more = ["--arena", "16M", "--reps", "2", "--threads", "1,3"];
+    let left = run(&[&args[..], &more, &["--json"]].concat());
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    let v = left.object();
+    assert_eq!((&v["bench"], &v["device"]), (&"growth".into(), &"soft".into()));
+    let rows = v["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 2);
+    for (row, threads) in rows.iter().zip([1, 3]) {
+        let first = ["threads", "quiet_p999_ns", "growing_p999_ns", "ratio"];
+        assert_eq!(cli::keys(row)[..4], first);
+        let number = |k: &str| row[k].as_f64().expect("a number");
+        assert_eq!((row["threads"].as_u64(), row["growths"].as_u64()), (Some(threads), Some(10)));
+        let ratio = number("growing_p999_ns") / number("quiet_p999_ns");
+        assert!((number("ratio") - ratio).abs() < 0.05 * ratio + 0.01, "{row}");
+    }
+    let left = run(&[&args[..], &more].concat());
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    assert!(left.stdout.contains("16 MiB growing to 96 MiB by 16 MiB"), "{}", left.stdout);
 }
 
 #[test]

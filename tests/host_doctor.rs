@@ -6,10 +6,12 @@
 
 mod cli;
 
-use std::process::Command;
+use std::{io::Read, os::fd::FromRawFd, process::Command};
 
 use cli::{Left, keys, run};
-use pinpool::{Access, BuildError, Device, DoctorOptions, PageSize, Pages, Pool, Problem, doctor};
+use pinpool::{
+    Access, BuildError, Device, DoctorOptions, Numa, PageSize, Pages, Pool, Problem, doctor,
+};
 use serde_json::Value;
 
 fn kinds(list: &Value) -> Vec<&str> {
@@ -37,6 +39,51 @@ fn a_fit_machine_ends_in_zero() {
         })
         .into();
     assert!(starts.iter().all(|&s| s == starts[0]), "{starts:?}: {}", left.stdout);
+}
+
+/// Runs it with stdout and stderr on a terminal, and gives what that showed.
+fn on_a_terminal(args: &[&str]) -> (Option<i32>, String) {
+    // SAFETY: the calls take numbers; the descriptor is wrapped below, at once.
+    let (master, name) = unsafe {
+        let fd = libc::posix_openpt(libc::O_RDWR | libc::O_NOCTTY);
+        assert!(fd >= 0 && libc::grantpt(fd) == 0 && libc::unlockpt(fd) == 0);
+        let mut name = [0; 128];
+        assert_eq!(libc::ptsname_r(fd, name.as_mut_ptr(), name.len()), 0);
+        let name = std::ffi::CStr::from_ptr(name.as_ptr()).to_str().expect("UTF-8").to_owned();
+        (std::fs::File::from_raw_fd(fd), name)
+    };
+    let open = || std::fs::OpenOptions::new().read(true).write(true).open(&name).expect("open");
+    let mut command = cli::pinpool(args);
+    command.env("TERM", "xterm-256color").stdout(open()).stderr(open());
+    let mut child = command.spawn().expect("run");
+    // The parent's ends of it, without which reading comes to an end.
+    drop(command);
+    let mut shown = Vec::new();
+    let mut reader = &master;
+    let mut part = [0; 4096];
+    // When the last of the other ends is closed, reading fails.
+    while let Ok(n @ 1..) = reader.read(&mut part) {
+        shown.extend_from_slice(&part[..n]);
+    }
+    let code = child.wait().expect("wait").code();
+    (code, String::from_utf8(shown).expect("UTF-8"))
+}
+
+#[test]
+fn on_a_terminal_it_reads_as_in_a_pipe() {
+    let args = [&SMALL[..], &["--soft", "--arena-size", "1K"]].concat();
+    let (code, shown) = on_a_terminal(&args);
+    let piped = run(&args);
+    assert_eq!((code, piped.code), (Some(1), Some(1)), "{shown}");
+    // Figures come and go between two runs; what they are about does not.
+    let labels = |text: &str| -> Vec<String> {
+        let label =
+            |l: &str| l.trim_end().chars().take(24).filter(|c| !c.is_ascii_digit()).collect();
+        text.lines().map(label).collect()
+    };
+    assert_eq!(labels(&shown), labels(&(piped.stdout + &piped.stderr)));
+    assert!(!shown.contains('\x1b'), "{shown}");
+    assert!(shown.ends_with("see above\r\n"), "{shown}");
 }
 
 #[test]
@@ -86,6 +133,34 @@ fn without_a_device_that_is_the_thing_to_change() {
     assert_eq!(left.code == Some(1), v["fit"] == false, "{v}");
 }
 
+#[test]
+fn a_node_can_be_asked_for() {
+    let ask = |numa| run(&[&SMALL[..], &["--soft", "--json", "--numa", numa]].concat());
+    for (numa, nodes) in [("0", &[0][..]), ("any", &[]), ("device", &[])] {
+        let left = ask(numa);
+        assert_eq!(left.code, Some(0), "{numa}: {}", left.stderr);
+        assert_eq!(left.object()["pool"]["nodes"], Value::from(nodes), "{numa}");
+    }
+    let all = ask("interleave").object()["pool"]["nodes"].clone();
+    assert!(all.as_array().is_some_and(|n| !n.is_empty()), "{all}");
+    let left = ask("77");
+    assert_eq!(left.code, Some(1), "{}", left.stderr);
+    let v = left.object();
+    assert_eq!(kinds(&v["problems"]), ["node"], "{v}");
+    let what = v["problems"][0]["what"].as_str().expect("words");
+    assert!(what.contains("NUMA node 77") && what.contains("nodes with memory: "), "{what}");
+    // As a call.
+    let device = Device::soft();
+    let mut options = DoctorOptions::default();
+    (options.device, options.capacity, options.pages) = (Some(&device), 4096, Pages::Base);
+    options.numa = Numa::Node(77);
+    let report = doctor(&options).expect("a report");
+    assert!(matches!(report.problems[..], [Problem::Node { node: 77, .. }]), "{report}");
+    let built = Pool::builder().device(device).capacity(4096).pages(Pages::Base);
+    let error = built.numa(Numa::Node(77)).build().expect_err("no such node");
+    assert_eq!(error.to_string(), report.problems[0].to_string());
+}
+
 /// Looking for a device by the library, whatever it was built with.
 trait FirstOfAny {
     fn first_of_any() -> Option<Device>;
@@ -113,6 +188,8 @@ fn wrong_calls_end_in_two() {
             "arena size 4 KiB",
         ),
         (&["doctor", "--soft", "--pages", "3M"], "3M"),
+        (&["doctor", "--soft", "--numa", "here"], "write device, any, interleave"),
+        (&["doctor", "--soft", "--numa", "-1"], "-1"),
         (&["doctor", "--soft", "--device", "rxe0"], "--soft"),
         (&["doctor", "--device", "no-such-device"], "no-such-device"),
         (&["doctor", "--frobnicate"], "'--frobnicate'"),
@@ -162,7 +239,7 @@ fn it_judges_as_building_does() {
                 assert!(report.is_fit(), "{report}");
                 assert_eq!(pool.arenas().len(), report.pool.arenas);
                 assert_eq!(pool.capacity(), report.pool.capacity);
-                let huge = pool.arenas().iter().filter(|a| a.page_size > 64 << 10);
+                let huge = pool.arenas().into_iter().filter(|a| a.page_size > 64 << 10);
                 assert_eq!(huge.map(|a| a.len as u64).sum::<u64>(), report.pool.huge_bytes);
             }
             // Their figures may differ: free memory comes and goes.

@@ -1,19 +1,19 @@
 //! Hugepages that are there, partly there, not there, and there but out of a cgroup's reach (B06): what a
 //! pool gets is whole pages of one size for each arena, what it says agrees with smaps, and what it does
 //! not keep goes back. Changes the machine's counts of hugepages, and restores them.
-#![allow(clippy::unwrap_used, clippy::print_stderr)]
+#![allow(clippy::unwrap_used, clippy::print_stderr, clippy::disallowed_methods)]
 
+#[path = "common/cgroup.rs"]
+mod cgroup;
 mod common;
 
 use std::{
-    env, fs,
-    io::{self, Write},
-    os::unix::process::{CommandExt, ExitStatusExt},
+    env, fs, io,
     path::{Path, PathBuf},
-    process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
+use cgroup::{Cgroup, again, passed};
 use common::{page_sizes_of, soft};
 use pinpool::{BuildError, Event, PageSize, Pages, Pool, Problem};
 
@@ -204,76 +204,63 @@ fn b06_pages_of_1_gib_are_had_or_named() {
     assert_eq!(huge.free(), 1);
 }
 
-/// Makes a hugetlb cgroup with so many bytes of 2 MiB pages; `None` where no controller can be had.
-fn cgroup(limit: usize) -> Option<Cgroup> {
-    let v2 = Path::new("/sys/fs/cgroup");
-    if fs::read_to_string(v2.join("cgroup.controllers")).is_ok_and(|c| c.contains("hugetlb")) {
-        fs::write(v2.join("cgroup.subtree_control"), "+hugetlb").ok()?;
-        return Cgroup::at(v2, "hugetlb.2MB.max", limit, false);
-    }
-    let root = env::temp_dir().join(format!("pinpool-hugetlb-{}", std::process::id()));
-    fs::create_dir(&root).ok()?;
-    let mut mount = Command::new("mount");
-    mount.args(["-t", "cgroup", "-o", "hugetlb", "none"]).arg(&root);
-    if !mount.status().is_ok_and(|s| s.success()) {
-        let _ = fs::remove_dir(&root);
-        return None;
-    }
-    Cgroup::at(&root, "hugetlb.2MB.limit_in_bytes", limit, true)
-}
-
-struct Cgroup {
-    root: PathBuf,
-    dir: PathBuf,
-    mounted: bool,
-}
-
-impl Cgroup {
-    fn at(root: &Path, file: &str, limit: usize, mounted: bool) -> Option<Self> {
-        let dir = root.join(format!("pinpool-test-{}", std::process::id()));
-        let this = Self { root: root.to_owned(), dir, mounted };
-        fs::create_dir(&this.dir).ok()?;
-        fs::write(this.dir.join(file), limit.to_string()).ok()?;
-        Some(this)
-    }
-}
-
-impl Drop for Cgroup {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.dir);
-        if self.mounted {
-            let _ = Command::new("umount").arg(&self.root).status();
-            let _ = fs::remove_dir(&self.root);
-        }
-    }
-}
-
 const CHILD: &str = "PINPOOL_TEST_IN_CGROUP";
 
 #[test]
 fn b06_under_a_smaller_hugetlb_cgroup_it_is_an_error_and_never_a_signal() {
-    if env::var_os(CHILD).is_some() {
+    if let Some(old) = env::var_os(OLD_KERNEL) {
+        if old == "1" {
+            forget_populate_write();
+        }
         return in_the_cgroup();
     }
     let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
     assert!(huge.set_free(8));
-    // Two pages of the eight that are reserved.
-    let Some(cgroup) = cgroup(2 * HUGE_2M) else {
-        eprintln!("this machine has no hugetlb cgroup controller to be had; left out");
-        return;
+    let group = match Cgroup::new("hugetlb") {
+        Ok(group) => group,
+        Err(e) => return eprintln!("left out: {e}"),
     };
-    let mut tasks =
-        fs::OpenOptions::new().write(true).open(cgroup.dir.join("cgroup.procs")).unwrap();
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", "--nocapture"]).env(CHILD, "1");
-    command.arg("b06_under_a_smaller_hugetlb_cgroup_it_is_an_error_and_never_a_signal");
-    // SAFETY: one write of a constant, which neither allocates nor locks. "0" is whoever writes.
-    unsafe { command.pre_exec(move || tasks.write_all(b"0")) };
-    let out = command.output().unwrap();
-    let said = String::from_utf8_lossy(&out.stderr);
-    assert_eq!(out.status.signal(), None, "{said}");
-    assert!(out.status.success(), "{said}");
-    assert_eq!(huge.free(), 8, "what was charged is back");
+    // Two pages of the eight that are reserved.
+    group.limit("hugetlb.2MB", 2 * HUGE_2M);
+    let test = "b06_under_a_smaller_hugetlb_cgroup_it_is_an_error_and_never_a_signal";
+    let file = group.file(&group.limit_file("hugetlb.2MB"));
+    // The other way of faulting in, of kernels before 5.14, as well.
+    for old in ["0", "1"] {
+        group.limit("hugetlb.2MB", 2 * HUGE_2M);
+        let mut child = again(test, CHILD, file.to_str().unwrap());
+        passed(&group.run(child.env(OLD_KERNEL, old)));
+        assert_eq!(huge.free(), 8, "what was charged is back");
+    }
+}
+
+const OLD_KERNEL: &str = "PINPOOL_TEST_OLD_KERNEL";
+
+/// Has madvise(2) answer `MADV_POPULATE_WRITE` as a kernel does that has never heard of it, on this thread
+/// and those that it starts.
+fn forget_populate_write() {
+    const LD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const JEQ: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RET: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let op = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    // Words of seccomp_data: the call's number, and the low half of its third argument.
+    let advice = 16 + 2 * 8 + if cfg!(target_endian = "big") { 4 } else { 0 };
+    let mut filter = [
+        op(LD, 0, 0, 0),
+        op(JEQ, 0, 3, libc::SYS_madvise as u32),
+        op(LD, 0, 0, advice),
+        op(JEQ, 0, 1, libc::MADV_POPULATE_WRITE as u32),
+        op(RET, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EINVAL as u32),
+        op(RET, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program and its filter are valid for the calls, which copy them.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program), 0);
+        let page = libc::mmap(std::ptr::null_mut(), 4096, 3, 0x22, -1, 0);
+        let refused = libc::madvise(page, 4096, libc::MADV_POPULATE_WRITE);
+        assert_eq!((refused, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EINVAL)));
+    }
 }
 
 fn in_the_cgroup() {
@@ -288,4 +275,99 @@ fn in_the_cgroup() {
     drop(pool);
     let pool = soft(2 * HUGE_2M).pages(Pages::Require(PageSize::Huge2M)).build().unwrap();
     check(&pool);
+    drop(pool);
+    // The limit falls while pages are faulted in, unseen by the preflight.
+    let file = env::var(CHILD).unwrap();
+    fs::write(&file, (8 * HUGE_2M).to_string()).unwrap();
+    let error = soft(16 * MIB)
+        .pages(Pages::Require(PageSize::Huge2M))
+        .start_threads(1)
+        .on_progress(move |_| fs::write(&file, (2 * HUGE_2M).to_string()).unwrap())
+        .build()
+        .expect_err("limited on the way");
+    assert!(matches!(error, BuildError::Back { step: "faulting in", .. }), "{error}");
+}
+
+#[cfg(feature = "fault")]
+#[test]
+fn each_step_that_fails_on_hugepages_gives_all_of_them_back() {
+    use pinpool::{
+        Device,
+        device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep},
+    };
+    const EIO: i32 = 5;
+    let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
+    assert!(huge.set_free(12));
+    // Three arenas of four pages, each faulted in by two calls.
+    let build = |mapping: &FaultyMapping, fault: Option<Fault>, threads| {
+        let registrar = FaultyRegistrar::new(&Device::soft());
+        let registrar = fault.into_iter().fold(registrar, FaultyRegistrar::fault);
+        soft(24 * MIB)
+            .device(Device::custom(registrar))
+            .arena_size(8 * MIB)
+            .start_threads(threads)
+            .faulty_mapping(mapping)
+    };
+    let require = Pages::Require(PageSize::Huge2M);
+    let dry = FaultyMapping::new();
+    drop(build(&dry, None, 1).pages(require).build().unwrap());
+    for threads in [1, 3] {
+        for (step, n) in [
+            (MapStep::Reserve, 1),
+            (MapStep::Map, 3),
+            (MapStep::FaultIn, 6),
+            (MapStep::Table, 2),
+            (MapStep::Unmap, 0),
+        ] {
+            assert!(n == 0 || dry.calls(step) == n, "{step:?}: {}", dry.calls(step));
+            for k in 1..=n {
+                let mapping = FaultyMapping::new().fault(MapFault::Fail(step, k, EIO));
+                let error =
+                    build(&mapping, None, threads).pages(require).build().expect_err("broken");
+                assert_eq!(error.raw_os_error(), Some(EIO), "{step:?} {k}: {error}");
+                assert_eq!(huge.free(), 12, "{step:?} {k} of {n}: free and not promised");
+            }
+        }
+        for k in 1..=3 {
+            let fault = Some(Fault::Register(k, EIO));
+            let built = build(&FaultyMapping::new(), fault, threads).pages(require).build();
+            assert_eq!(built.expect_err("refused").raw_os_error(), Some(EIO));
+            assert_eq!(huge.free(), 12, "register {k}");
+        }
+    }
+    // Preferred: the arena that met the fault begins anew on base pages, with nothing kept of the others.
+    for k in 1..=6 {
+        let mapping = FaultyMapping::new().fault(MapFault::Fail(MapStep::FaultIn, k, EIO));
+        let prefer = Pages::Prefer(PageSize::Huge2M);
+        let pool = build(&mapping, None, 1).pages(prefer).build().unwrap();
+        let small = pool.arenas().iter().filter(|a| a.page_size == 4096).count();
+        assert_eq!((small, huge.free()), (1, 4), "faulting in {k}");
+        check(&pool);
+        drop(pool);
+        assert_eq!(huge.free(), 12);
+    }
+}
+
+#[cfg(feature = "fault")]
+#[test]
+fn hugepages_that_cannot_be_unmapped_go_back_all_the_same() {
+    use pinpool::device::{FaultyMapping, MapFault, MapStep};
+    const ENOMEM: i32 = 12;
+    if env::var_os(CHILD).is_some() {
+        // What stays mapped is gone with this process.
+        let mapping = FaultyMapping::new()
+            .fault(MapFault::Fail(MapStep::Unmap, 1, ENOMEM))
+            .fault(MapFault::Fail(MapStep::Unmap, 2, ENOMEM));
+        let builder = soft(8 * MIB).pages(Pages::Require(PageSize::Huge2M));
+        drop(builder.faulty_mapping(&mapping).build().unwrap());
+        let dir = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
+        assert_eq!(read(dir, "free_hugepages"), read(dir, "nr_hugepages"));
+        assert!(pinpool::leaked_bytes() >= 8 << 20);
+        return;
+    }
+    let huge = Hugepages::of(HUGE_2M).expect("this system has pages of 2 MiB");
+    assert!(huge.set_free(4));
+    let test = "hugepages_that_cannot_be_unmapped_go_back_all_the_same";
+    passed(&again(test, CHILD, "1").output().unwrap());
+    assert_eq!(huge.free(), 4);
 }

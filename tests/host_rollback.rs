@@ -25,7 +25,43 @@ fn faulty(fault: Fault) -> (FaultyRegistrar, Device) {
 fn b20_what_failed_half_way_leaves_nothing() {
     a_failed_start_is_undone();
     a_pool_that_ends_leaves_no_mapping();
+    a_pool_that_grew_leaves_no_mapping();
     a_failed_deregister_leaks_counts_and_reports();
+}
+
+fn a_pool_that_grew_leaves_no_mapping() {
+    const MIB: usize = 1 << 20;
+    let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+    let round = |n: u64| {
+        // Every other second arena fails on its second device.
+        let (registrar, device) = faulty(Fault::Register(2 + n % 2, EIO));
+        let pool = soft(MIB)
+            .arena_size(MIB)
+            .max_capacity(4 * MIB)
+            .low_watermark(0)
+            .growth_by_hand()
+            .devices([Device::soft(), device])
+            .build()
+            .unwrap();
+        let mut held = Vec::new();
+        for second in 1..20 {
+            held.extend(pool.alloc(MIB).ok());
+            let _ = pool.tick(std::time::Duration::from_secs(second));
+        }
+        assert_eq!((held.len(), pool.stats().growth_failures), (4, 1));
+        held.truncate(2);
+        (1..20).for_each(|i| _ = pool.tick(std::time::Duration::from_secs(100 * i)));
+        assert_eq!((pool.stats().arenas, registrar.live()), (2, 2));
+        let places = registrar.requests();
+        drop(pool);
+        drop(held);
+        assert_eq!(registrar.live(), 0);
+        assert!(places.iter().all(|r| !mapped(r.addr, r.len)));
+    };
+    round(0);
+    let maps = lines();
+    (0..50).for_each(round);
+    assert!(lines() <= maps + 2, "{maps} mappings before, {} now", lines());
 }
 
 fn a_failed_start_is_undone() {

@@ -210,6 +210,20 @@ fn a_hook_that_panics_ends_the_start_and_leaves_nothing() {
 }
 
 #[test]
+fn transparent_hugepages_are_asked_for_on_base_pages() {
+    let _alone = alone();
+    if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+        return;
+    }
+    let pool = soft(4 * MIB).build().unwrap();
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let head = format!("\n{:x}-", pool.arenas()[0].addr.as_ptr() as usize);
+    let (_, entry) = smaps.split_once(&head).expect("the arena's mapping");
+    let flags = entry.lines().find_map(|l| l.strip_prefix("VmFlags:")).expect("flags");
+    assert!(flags.split_whitespace().any(|f| f == "hg"), "MADV_HUGEPAGE: {flags}");
+}
+
+#[test]
 fn a_node_that_is_not_there_is_named_before_anything_is_done() {
     let _alone = alone();
     let (registrar, builder) = faulty(2 * MIB, &[]);

@@ -6,13 +6,16 @@
 mod common;
 
 use std::{
-    cell::RefCell,
+    cell::{RefCell, UnsafeCell},
     sync::{Barrier, mpsc},
     thread,
 };
 
 use common::{Rng, soft};
-use pinpool::{AllocError, Buf, CloseError, Pool};
+use pinpool::{
+    AllocError, Buf, CloseError, Pool, RegisterError,
+    device::{DeviceInfo, MrHandle, MrRequest, Registrar, Registration},
+};
 
 /// Scales a count down where the processor is emulated.
 fn scaled(n: usize) -> usize {
@@ -366,5 +369,65 @@ fn places_for_magazines_come_back() {
         let pool = soft(64 << 10).build().unwrap();
         drop(pool.alloc(64).unwrap());
         assert!(pool.stats().cached > 0, "this pool has no magazines");
+    }
+}
+
+/// A device that reads, when it deregisters, what each handle's thread wrote before it dropped that.
+struct Witness(std::sync::Arc<Seen>);
+
+struct Seen {
+    inner: pinpool::Device,
+    written: [UnsafeCell<u32>; 2],
+    sum: std::sync::atomic::AtomicU32,
+}
+
+// SAFETY: each cell is written by one thread before it drops its handle, and read when the pool ends, which
+// comes after all of those: that is what is being proved.
+unsafe impl Sync for Seen {}
+
+// SAFETY: register and deregister are those of the software device.
+unsafe impl Registrar for Witness {
+    fn info(&self) -> DeviceInfo {
+        self.0.inner.info()
+    }
+
+    unsafe fn register(&self, request: &MrRequest) -> Result<Registration, RegisterError> {
+        // SAFETY: as the caller has it.
+        unsafe { self.0.inner.as_soft().unwrap().register(request) }
+    }
+
+    unsafe fn deregister(&self, handle: MrHandle) -> Result<(), RegisterError> {
+        // SAFETY: see `Sync`.
+        let sum = self.0.written.iter().map(|c| unsafe { *c.get() }).sum();
+        self.0.sum.store(sum, std::sync::atomic::Ordering::SeqCst);
+        // SAFETY: as the caller has it.
+        unsafe { self.0.inner.as_soft().unwrap().deregister(handle) }
+    }
+}
+
+/// The count of handles orders what each of them did before the end. On some processors it does so whatever
+/// it says; the thread sanitizer sees what it says.
+#[test]
+fn what_was_done_before_a_handle_went_is_seen_at_the_end() {
+    for _ in 0..scaled(200) {
+        let seen = std::sync::Arc::new(Seen {
+            inner: pinpool::Device::soft(),
+            written: [UnsafeCell::new(0), UnsafeCell::new(0)],
+            sum: Default::default(),
+        });
+        let device = pinpool::Device::custom(Witness(seen.clone()));
+        let pool = soft(64 << 10).device(device).build().unwrap();
+        let threads = [pool.clone(), pool].into_iter().enumerate().map(|(i, handle)| {
+            let seen = seen.clone();
+            thread::spawn(move || {
+                // SAFETY: this thread's cell; see `Sync`.
+                unsafe { *seen.written[i].get() = 1 + i as u32 };
+                drop(handle);
+            })
+        });
+        for thread in threads.collect::<Vec<_>>() {
+            thread.join().unwrap();
+        }
+        assert_eq!(seen.sum.load(std::sync::atomic::Ordering::SeqCst), 3);
     }
 }

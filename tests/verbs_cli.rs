@@ -56,3 +56,26 @@ fn a_device_that_is_not_there_is_refused_with_those_that_are() {
     left.refused("no-such-device");
     assert!(left.stderr.contains(&first_device()), "{}", left.stderr);
 }
+
+#[test]
+fn the_lease_bench_tells_what_the_windows_hold_and_both_costs() {
+    let left = run(&["bench", "lease", "--json", "--sizes", "64K,4K", "--samples", "20"]);
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""), "{}", left.stdout);
+    let v = left.object();
+    assert_eq!((&v["bench"], &v["device"]), (&"lease".into(), &first_device().into()));
+    assert!(v["support"].as_str().is_some_and(|s| s.starts_with("held: revocation")), "{v}");
+    let rows = v["rows"].as_array().expect("rows");
+    assert_eq!(
+        rows.iter().map(|r| r["bytes"].as_u64()).collect::<Vec<_>>(),
+        [Some(4096), Some(65536)]
+    );
+    for row in rows {
+        assert_eq!(cli::keys(row)[..3], ["bytes", "lease_ns", "register_ns"]);
+        for side in ["lease_ns", "register_ns", "apart_ns"] {
+            assert!(row[side].as_f64().is_some_and(|ns| ns > 0.0), "{row}");
+        }
+        assert_eq!(row["samples"], 20);
+    }
+    // Two windows: one leased, one that the first lease of each size takes its turn with.
+    assert!(v["windows"].as_u64().is_some_and(|n| n <= 2), "{v}");
+}

@@ -30,15 +30,30 @@ fn the_device_shows_with_its_ports() {
     assert_eq!(v["device"], info.name);
     let all = v["devices"].as_array().expect("a list");
     let d = all.iter().find(|d| d["name"] == info.name).expect("listed");
-    assert_eq!((&d["transport"], &d["max_mr"]), (&info.transport.into(), &info.max_mr.into()));
+    assert_eq!(
+        (&d["transport"], &d["max_mr"]),
+        (&info.transport.clone().into(), &info.max_mr.into())
+    );
     let port = &d["ports"][0];
     assert_eq!((&port["number"], &port["active"]), (&1.into(), &true.into()), "{d}");
     assert!(port["mtu"].as_u64().is_some_and(|m| m >= 256), "{d}");
     assert!(v["fork"].is_string());
+    let leases = &d["leases"];
+    let held = leases["held"].as_array().expect("a list");
+    assert!(leases["windows"] == true && held.contains(&"revocation".into()), "{leases}");
+    assert_eq!(leases["untried"], Value::Array(Vec::new()));
+    // Soft RoCE does not check a window's range.
+    let lacking = leases["lacking"].as_array().expect("a list");
+    assert_eq!(lacking.contains(&"range".into()), info.transport == "rxe", "{leases}");
 
     let left = run(&["doctor", "--device", &info.name, "--capacity", "1M", "--pages", "base"]);
     assert_eq!(left.code, Some(0), "{}", left.stderr);
-    for part in [format!("{} (this pool's)", info.name), "port 1".into(), "active, ".into()] {
+    for part in [
+        format!("{} (this pool's)", info.name),
+        "port 1".into(),
+        "active, ".into(),
+        "leases".into(),
+    ] {
         assert!(left.stdout.contains(&part), "{part:?} in {}", left.stdout);
     }
     run(&["doctor", "--device", "no-such-device"]).refused(&info.name);

@@ -1,7 +1,7 @@
 //! What a pool pins and gives back, as the kernel counts it:
 //! - `VmPin` rises by the capacity and is back where it was after the last handle and buffer;
 //! - a pool that fails half built has given everything back;
-//! - above the memlock limit, without privilege, the error has the numbers and nothing stays pinned
+//! - above the memlock limit, without privilege or as root of another user namespace, the error has the numbers and nothing stays pinned
 //!   (B01).
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
@@ -15,9 +15,7 @@ use std::{
 };
 
 use common::{Registered, device, vm_pin};
-#[cfg(feature = "fault")]
-use pinpool::Device;
-use pinpool::{Access, BuildError, PageSize, Pages, Pool, Problem};
+use pinpool::{Access, BuildError, Device, PageSize, Pages, Pool, Problem};
 
 /// The counter is the whole process's, so one test at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -111,27 +109,50 @@ const ASKED: usize = 64 << 20;
 #[test]
 fn b01_a_small_memlock_limit_gives_the_numbers_and_leaves_nothing_pinned() {
     if env::var_os(CHILD).is_some() {
-        return b01_unprivileged();
+        // The device's file may be root's own, so open it first.
+        let device = device();
+        limit_memlock();
+        drop_privileges();
+        return limited(device);
     }
     let _alone = alone();
     device(); // fails here, not in the child, without one
     let name = "b01_a_small_memlock_limit_gives_the_numbers_and_leaves_nothing_pinned";
-    let child = Command::new(env::current_exe().expect("own path"))
-        .args(["--exact", name, "--nocapture", "--test-threads=1"])
-        .env(CHILD, "1")
-        .output()
-        .expect("start");
+    in_child(Command::new(env::current_exe().expect("own path")), name);
+}
+
+#[test]
+fn b01_root_of_another_user_namespace_is_held_to_the_limit_too() {
+    if env::var_os(CHILD).is_some() {
+        // SAFETY: asks for a number.
+        assert_eq!(unsafe { libc::geteuid() }, 0);
+        let status = std::fs::read_to_string("/proc/self/status").expect("procfs");
+        let all = status.lines().find_map(|l| l.strip_prefix("CapEff:")).expect("rights").trim();
+        let all = u64::from_str_radix(all, 16).expect("hex");
+        const CAP_IPC_LOCK: u32 = 14;
+        assert_eq!(all >> CAP_IPC_LOCK & 1, 1, "it has the right, in its own namespace");
+        limit_memlock();
+        return limited(device());
+    }
+    let _alone = alone();
+    device();
+    let mut command = Command::new("unshare");
+    command.arg("-Ur").arg(env::current_exe().expect("own path"));
+    in_child(command, "b01_root_of_another_user_namespace_is_held_to_the_limit_too");
+}
+
+/// Runs a test in a process of its own, which gives up rights for good.
+fn in_child(mut command: Command, name: &str) {
+    command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+    let child = command.output().expect("start");
     let out = String::from_utf8_lossy(&child.stdout);
     let err = String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success(), "{}\n{out}\n{err}", child.status);
     assert!(out.contains("1 passed"), "the child ran the test: {out}");
 }
 
-/// Runs in a process of its own, for it gives up its rights for good.
-fn b01_unprivileged() {
-    // The device's file may be root's own, so open it first.
-    let device = device();
-    drop_privileges();
+/// Under the limit, without the right to exceed it.
+fn limited(device: Device) {
     let start = vm_pin();
 
     let refused = Pool::builder()
@@ -169,12 +190,16 @@ fn b01_unprivileged() {
     assert_eq!(vm_pin(), start);
 }
 
-fn drop_privileges() {
+fn limit_memlock() {
     let limit = libc::rlimit { rlim_cur: LIMIT, rlim_max: LIMIT };
+    // SAFETY: `limit` is valid for the call.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit) }, 0);
+}
+
+fn drop_privileges() {
     const NOBODY: libc::uid_t = 65534;
-    // SAFETY: `limit` is valid for the call; the others take numbers, and no list of groups.
+    // SAFETY: the calls take numbers, and no list of groups.
     unsafe {
-        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
         if libc::geteuid() == 0 {
             assert_eq!(libc::setgroups(0, std::ptr::null()), 0);
             assert_eq!(libc::setgid(NOBODY), 0);

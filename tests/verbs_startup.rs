@@ -2,7 +2,10 @@
 //! - an odd length on hugepages is one register call of whole pages, also with fork support (B05);
 //! - pages lie on the node asked for, whoever faults them in (B34);
 //! - keys made at the start serve after 70,000 other regions came and went (B38);
-//! - several threads pin what one pins, and give all of it back when one fails.
+//! - several threads pin what one pins, and give all of it back when one fails;
+//! - whichever call of whichever step fails, `VmPin` and free hugepages are where they were;
+//! - pages of 1 GiB are had, and bytes move through them.
+#![allow(clippy::print_stderr)]
 #![cfg(all(
     feature = "loopback",
     feature = "fault",
@@ -21,12 +24,14 @@ use std::{
 use common::{check, device, fill, vm_pin};
 use pinpool::{
     Access, BuildError, Builder, Device, Numa, PageSize, Pages, Pool,
-    device::{Fault, FaultyRegistrar, MrRequest, Registrar},
+    device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep, MrRequest, Registrar},
+    leaked_bytes,
     loopback::Pair,
 };
 
 const MIB: usize = 1 << 20;
 const EIO: i32 = 5;
+const ENOMEM: i32 = 12;
 const HUGE: Pages = Pages::Require(PageSize::Huge2M);
 const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE);
 
@@ -122,10 +127,7 @@ fn pin_to_node(node: u32) {
 fn b34_pages_lie_on_the_node_asked_for_whoever_faults_them_in() {
     let _alone = alone();
     let device = device();
-    let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
-    if nodes.trim() != "0-1" {
-        // A user's own machine; the guest has two.
-        assert!(env::var_os("PINPOOL_GUEST").is_none(), "the guest has two nodes, not {nodes:?}");
+    if !two_nodes() {
         return;
     }
     // A thread of its own, whose pinning ends with it; those that it starts inherit it.
@@ -163,6 +165,7 @@ fn b34_pages_lie_on_the_node_asked_for_whoever_faults_them_in() {
         assert_eq!(pool.arenas()[0].node, None, "on several");
         drop(pool);
         build(Numa::OfDevice).expect("no node is no error");
+        the_devices_node_is_preferred();
         lacking_nodes_are_named(&device);
     });
     if let Err(panic) = pinned.join() {
@@ -170,13 +173,35 @@ fn b34_pages_lie_on_the_node_asked_for_whoever_faults_them_in() {
     }
 }
 
+/// On a device that hangs on node 1: its node by default, and others where that has too few.
+fn the_devices_node_is_preferred() {
+    let free = [0, 1].map(free_on);
+    let build = |pages, capacity| {
+        let registrar = FaultyRegistrar::new(&device()).numa_node(1);
+        let builder = Pool::builder().device(Device::custom(registrar)).capacity(capacity);
+        builder.pages(pages).build().expect("build")
+    };
+    for (pages, page) in [(Pages::Base, 4096), (HUGE, 2 * MIB)] {
+        let pool = build(pages, 16 * MIB);
+        let arena = pool.arenas()[0];
+        assert_eq!((arena.node, arena.page_size), (Some(1), page));
+        let addr = arena.addr.as_ptr() as usize;
+        assert_eq!(pages_on_nodes(addr, 16 * MIB), [(1, (16 * MIB / page) as u64)]);
+    }
+    let pages = free[1] + 3;
+    let pool = build(HUGE, pages * 2 * MIB);
+    let addr = pool.arenas()[0].addr.as_ptr() as usize;
+    assert_eq!(pages_on_nodes(addr, pages * 2 * MIB), [(0, 3), (1, free[1] as u64)]);
+}
+
+fn free_on(node: u32) -> usize {
+    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB");
+    let text = fs::read_to_string(format!("{dir}/free_hugepages")).expect("a node");
+    text.trim().parse().expect("a number")
+}
+
 /// More hugepages of one node than it has, and a node that there is not.
 fn lacking_nodes_are_named(device: &Device) {
-    let free_on = |node| {
-        let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB");
-        let text = fs::read_to_string(format!("{dir}/free_hugepages")).expect("a node");
-        text.trim().parse::<usize>().expect("a number")
-    };
     let (start, before) = (vm_pin(), [0, 1].map(free_on));
     let ask = |node, pages: Pages, capacity| {
         Pool::builder()
@@ -224,6 +249,143 @@ fn several_threads_pin_what_one_pins_and_give_it_all_back() {
             assert_eq!((vm_pin(), registrar.live()), (start, 0));
         }
     }
+}
+
+/// Whether there are the nodes 0 and 1; the guest has them.
+fn two_nodes() -> bool {
+    let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
+    let two = nodes.trim() == "0-1";
+    // Elsewhere, a user's own machine.
+    assert!(
+        two || env::var_os("PINPOOL_GUEST").is_none(),
+        "the guest has two nodes, not {nodes:?}"
+    );
+    two
+}
+
+fn free_hugepages() -> u64 {
+    let file = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+    fs::read_to_string(file).expect("hugepages").trim().parse().expect("a number")
+}
+
+#[test]
+fn each_call_of_each_step_that_fails_leaves_nothing_pinned_mapped_or_taken() {
+    let _alone = alone();
+    let node = if two_nodes() { 1 } else { 0 };
+    // A neighbour on the same device, whose books must not move.
+    let neighbour = Pool::builder().device(device()).capacity(MIB).pages(Pages::Base);
+    let neighbour = neighbour.access(ALL).build().expect("a neighbour");
+    let mut kept = neighbour.alloc(100_000).expect("alloc");
+    fill(&mut kept, 7);
+    let books = |p: &Pool| (p.stats().live, p.stats().cached, p.stats().free);
+    let (start, free, before) = (vm_pin(), free_hugepages(), books(&neighbour));
+    let mapped = |at: usize, len: usize| {
+        let maps = fs::read_to_string("/proc/self/maps").expect("procfs");
+        maps.lines().any(|l| {
+            let (a, b) = l.split(' ').next().and_then(|r| r.split_once('-')).expect("a range");
+            let [a, b] = [a, b].map(|n| usize::from_str_radix(n, 16).expect("hex"));
+            l.contains(" rw") && a < at + len && at < b
+        })
+    };
+    let build = |mapping: &FaultyMapping, faults: &[Fault], pages, threads| {
+        let (registrar, builder) = recorded(24 * MIB, faults);
+        let builder = builder.pages(pages).arena_size(8 * MIB).numa(Numa::Node(node));
+        (registrar, builder.start_threads(threads).faulty_mapping(mapping).build())
+    };
+    // Three arenas, faulted in by two calls each.
+    let steps = [
+        (MapStep::Reserve, 1),
+        (MapStep::Map, 3),
+        (MapStep::Bind, 3),
+        (MapStep::FaultIn, 6),
+        (MapStep::Table, 2),
+    ];
+    for (pages, threads) in [(Pages::Base, 1), (HUGE, 1), (HUGE, 3)] {
+        let dry = FaultyMapping::new();
+        build(&dry, &[], pages, threads).1.expect("no fault");
+        let undone = |registrar: &FaultyRegistrar, mapping: &FaultyMapping, what: &str| {
+            assert_eq!((vm_pin(), free_hugepages()), (start, free), "{what}");
+            assert_eq!((registrar.live(), leaked_bytes()), (0, 0), "{what}");
+            for r in mapping.records().iter().filter(|r| r.step == MapStep::Map) {
+                assert!(!mapped(r.addr, r.len), "{what}: {:#x} is still mapped", r.addr);
+            }
+        };
+        for (step, n) in steps {
+            assert_eq!(dry.calls(step), n, "{step:?}");
+            for k in 1..=n {
+                // On one node a failed bind changes nothing, and is none.
+                if step == MapStep::Bind && node == 0 {
+                    continue;
+                }
+                let mapping = FaultyMapping::new().fault(MapFault::Fail(step, k, EIO));
+                let (registrar, built) = build(&mapping, &[], pages, threads);
+                let error = built.expect_err("a step fails");
+                let what = format!("{pages:?}, {threads} threads, {step:?} {k} of {n}: {error}");
+                assert_eq!(error.raw_os_error(), Some(EIO), "{what}");
+                if matches!(step, MapStep::Map | MapStep::Bind | MapStep::FaultIn) {
+                    assert!(matches!(error, BuildError::Node { .. }), "it is named: {what}");
+                }
+                undone(&registrar, &mapping, &what);
+            }
+        }
+        for k in 1..=3 {
+            let mapping = FaultyMapping::new();
+            let (registrar, built) = build(&mapping, &[Fault::Register(k, EIO)], pages, threads);
+            assert_eq!(built.expect_err("refused").raw_os_error(), Some(EIO));
+            undone(&registrar, &mapping, &format!("register {k}"));
+        }
+        // Twice: while a refusal is undone, an arena cannot be unmapped, and goes with the rest.
+        if threads == 1 {
+            let mapping = FaultyMapping::new().fault(MapFault::Fail(MapStep::Unmap, 1, ENOMEM));
+            let (registrar, built) = build(&mapping, &[Fault::Register(2, EIO)], pages, 1);
+            assert_eq!(built.expect_err("refused").raw_os_error(), Some(EIO), "the first");
+            undone(&registrar, &mapping, "twice");
+        }
+    }
+    neighbour.check();
+    assert_eq!(books(&neighbour), before);
+    check(&kept, 7);
+}
+
+#[test]
+fn b06_pages_of_1_gib_are_had_in_the_guest_and_bytes_move_through_them() {
+    let _alone = alone();
+    let dir = "/sys/kernel/mm/hugepages/hugepages-1048576kB";
+    let count = |file: &str| {
+        let text = fs::read_to_string(format!("{dir}/{file}"));
+        text.ok().and_then(|t| t.trim().parse::<u64>().ok())
+    };
+    let guest = env::var_os("PINPOOL_GUEST").is_some();
+    let free = count("free_hugepages").unwrap_or(0);
+    if free == 0 {
+        assert!(!guest, "the guest has a page of 1 GiB");
+        return eprintln!("no page of 1 GiB is free here; left out");
+    }
+    let (device, start) = (device(), vm_pin());
+    let built = Pool::builder().device(device.clone()).access(ALL).capacity(5 * MIB);
+    let pool = built.pages(Pages::Require(PageSize::Huge1G)).build().expect("a page of 1 GiB");
+    let arena = pool.arenas()[0];
+    assert_eq!((pool.capacity(), arena.page_size, arena.len), (1 << 30, 1 << 30, 1 << 30));
+    assert_eq!((vm_pin() - start, count("free_hugepages")), (1 << 30, Some(free - 1)));
+    let smaps = fs::read_to_string("/proc/self/smaps").expect("procfs");
+    let head = format!("{:x}-", arena.addr.as_ptr() as usize);
+    let entry = smaps.split_once(&format!("\n{head}")).expect("the mapping").1;
+    let page = entry.lines().find_map(|l| l.strip_prefix("KernelPageSize:")).expect("a size");
+    assert_eq!(page.trim(), "1048576 kB");
+    // The far end of it.
+    let bufs: Vec<_> = std::iter::from_fn(|| pool.alloc(256 * MIB).ok()).collect();
+    assert_eq!(bufs.len(), 4);
+    let mut pair = Pair::connect(&device).expect("connect");
+    let last = bufs.into_iter().max_by_key(|b| b.as_ptr()).expect("four");
+    let mut local = pool.alloc(4096).expect("alloc");
+    fill(&mut local, 3);
+    let at = last.remote().expect("a remote right");
+    let offset = last.len() - 4096;
+    // SAFETY: both buffers are this test's, and nothing else uses them until it returns.
+    unsafe { pair.write(local.sge(), at.addr + offset as u64, at.rkey) }.expect("peers write");
+    check(&last[offset..], 3);
+    drop((last, local, pool));
+    assert_eq!((vm_pin(), count("free_hugepages")), (start, Some(free)));
 }
 
 #[test]

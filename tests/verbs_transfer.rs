@@ -248,11 +248,11 @@ fn zero_based_addresses_are_offsets_into_the_arena() {
     let pool = pool(&device, ALL | Access::ZERO_BASED, Pages::Base, 4 * MIB, 2 * MIB);
     let bufs: Vec<Buf> = (0..4).map(|_| pool.alloc(MIB).expect("alloc")).collect();
     for buf in &bufs {
-        let of = |a: &&pinpool::ArenaInfo| {
+        let of = |a: &pinpool::ArenaInfo| {
             let start = a.addr.as_ptr() as usize;
             (start..start + a.len).contains(&(buf.as_ptr() as usize))
         };
-        let arena = pool.arenas().iter().find(of).expect("an arena");
+        let arena = pool.arenas().into_iter().find(of).expect("an arena");
         let offset = buf.as_ptr() as u64 - arena.addr.as_ptr() as u64;
         let remote = buf.remote().expect("a remote right");
         assert_eq!((buf.sge().addr, remote.addr), (offset, offset));

@@ -1,4 +1,29 @@
+<<<<<<< HEAD
 //! The faces: what lets code that speaks another language, or another crate's traits, use a pool.
 
 #[cfg(feature = "capi")]
 pub mod capi;
+=======
+//! The faces that code which knows nothing of RDMA sees: allocators, `bytes`, `std::io`, framing. Each is a
+//! thin layer over the pool; none adds anything to the paths that do not use it.
+
+#[cfg(any(feature = "allocator-api2", feature = "nightly"))]
+mod allocator;
+#[cfg(feature = "bytes")]
+mod bytes;
+#[cfg(feature = "codec")]
+pub mod codec;
+#[cfg(feature = "global")]
+mod global;
+mod io;
+mod part;
+#[cfg(feature = "bytemuck")]
+mod pod;
+mod slices;
+
+#[cfg(feature = "global")]
+pub use global::{AttachError, PinnedAlloc};
+pub use part::Part;
+#[cfg(feature = "bytemuck")]
+pub use pod::{PodError, Typed};
+>>>>>>> main

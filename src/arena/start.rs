@@ -4,22 +4,26 @@
 //! in order, by the caller. Then every thread takes the next piece of work from one queue: a chunk of
 //! whole pages to fault in, or an arena to register, which is queued, before all chunks, by whoever
 //! faulted its last chunk in. The first error ends the work: nothing more is taken from the queue, what
-//! is under way is waited for, and what came of it is undone with the rest, by dropping the [`Arenas`].
+//! is under way is waited for, and what came of it is undone with the rest, by dropping the [`Arenas`] or,
+//! where those stand already, by letting go of the one.
 
 use std::{
     collections::VecDeque,
-    io, thread,
+    io,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
     time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Arena, Arenas};
+use super::{Arena, Arenas, Rail, Region, Told};
 use crate::{
     access::Access,
-    config::{self, Event, EventHook, Placement, Plan, Progress, Stage, memlock_refusal},
-    device::{MrRequest, Registrar, Registration},
+    config::{Placement, Plan, Progress, Stage, memlock_refusal},
+    device::{DeviceInfo, MrRequest, Registration},
     error::{BuildError, RegisterError},
+    problem,
     sys::{
         mmap::{self, Reservation},
         numa::{self, Mode, NodeSet},
@@ -31,82 +35,112 @@ use crate::{
 /// address space to itself, does not wait long.
 const CHUNK: usize = 4 << 20;
 
-/// Brings all arenas up, or as many as stood when the first error came.
-pub(super) fn run(arenas: &mut Arenas, plan: &Plan) -> Result<(), BuildError> {
-    let Arenas { list, reservation, registrar, hook, register_calls } = arenas;
+/// How an arena comes up beside a pool at work: on the caller's thread alone, and no event told but by the
+/// caller.
+pub(super) struct Quietly<'a> {
+    /// Looked at between two pieces of work.
+    pub(super) stop: &'a AtomicBool,
+    pub(super) told: &'a mut Vec<Told>,
+}
+
+/// Brings the arenas of some slots up, or as many as stood when the first error came, or when it was told to
+/// stop. Beside a pool at work, nothing is left of those that then are not in the list; else that goes with
+/// the reservation.
+pub(super) fn run(
+    arenas: &mut Arenas,
+    slots: &[usize],
+    quietly: Option<Quietly<'_>>,
+) -> Result<(), BuildError> {
+    let Arenas { list, reservation, rails, plan, register_calls } = arenas;
+    let (stop, told) = quietly.map_or((None, None), |q| (Some(q.stop), Some(q.told)));
+    let threads = if stop.is_some() { 1 } else { plan.start.threads };
     let start = Start {
         plan,
+        slots,
         reservation,
-        registrar: &**registrar,
-        hook: hook.as_ref(),
+        rails: rails.iter().enumerate().filter_map(|(i, r)| Some((i, r.as_ref()?))).collect(),
+        stop,
+        told: told.map(Mutex::new),
         state: Mutex::new(State {
             tasks: VecDeque::new(),
-            coming: Vec::with_capacity(plan.arenas.len()),
+            coming: Vec::with_capacity(slots.len()),
             list,
             register_calls,
             faulted_in: 0,
             registered: 0,
+            regions: 0,
             error: None,
             panicked: false,
         }),
         changed: Condvar::new(),
     };
-    for index in 0..plan.arenas.len() {
+    let mut failed = None;
+    for index in 0..slots.len() {
         let mut state = start.state.lock();
-        let (coming, tried) = start.map(&state, index, 0, None)?;
+        let (coming, tried) = match start.map(&state, index, 0, None) {
+            Ok(mapped) => mapped,
+            Err(e) => {
+                failed = Some(e);
+                break;
+            }
+        };
         state.coming.push(coming);
         start.queue_chunks(&mut state, index);
         drop(state);
         start.tell_missing(index, tried);
     }
-    let pieces = start.state.lock().tasks.len();
-    thread::scope(|scope| {
-        let helpers: Vec<_> = (1..plan.start.threads.min(pieces))
-            // With fewer threads than wished it takes longer, and that is all.
-            .map_while(|_| thread::Builder::new().spawn_scoped(scope, || start.work()).ok())
-            .collect();
-        start.work();
-        for helper in helpers {
-            if let Err(panic) = helper.join() {
-                std::panic::resume_unwind(panic);
-            }
+    if failed.is_none() {
+        start.work_on(threads);
+    }
+    let State { coming, list, error, .. } = start.state.into_inner();
+    for (&slot, coming) in slots.iter().zip(&coming).filter(|_| stop.is_some()) {
+        if coming.mapped && list.iter().all(|a| a.slot != slot) {
+            // SAFETY: mapped here, in no register call that succeeded, and nobody else was told of it.
+            unsafe { reservation.unback(slot * plan.stride, plan.len_of(slot)) };
         }
-    });
-    let error = start.state.into_inner().error;
-    list.sort_unstable_by_key(|a| a.offset);
-    error.map_or(Ok(()), Err)
+    }
+    list.sort_unstable_by_key(|a| a.slot);
+    failed.or(error).map_or(Ok(()), Err)
 }
 
 struct Start<'a> {
     plan: &'a Plan,
+    /// The slots to fill. What is called an index here is a place in this list.
+    slots: &'a [usize],
     reservation: &'a Reservation,
-    registrar: &'a dyn Registrar,
-    hook: Option<&'a EventHook>,
+    /// The devices, each with its rail.
+    rails: Vec<(usize, &'a Rail)>,
+    stop: Option<&'a AtomicBool>,
+    /// Where events go that may not be told here.
+    told: Option<Mutex<&'a mut Vec<Told>>>,
     state: Mutex<State<'a>>,
     changed: Condvar,
 }
 
 struct State<'a> {
     tasks: VecDeque<Task>,
-    /// One for each arena that is mapped.
+    /// One for each arena that was mapped.
     coming: Vec<Coming>,
-    /// Those that are registered.
+    /// Those that are registered, on one device at least.
     list: &'a mut Vec<Arena>,
     register_calls: &'a mut u64,
     faulted_in: u64,
     registered: u64,
+    /// Memory regions that were made here.
+    regions: usize,
     error: Option<BuildError>,
     panicked: bool,
 }
 
 #[derive(Clone, Copy)]
 enum Task {
-    FaultIn { index: usize, offset: usize, len: usize },
-    Register { index: usize },
+    FaultIn { index: usize, offset: usize, len: usize, page: usize },
+    Register { index: usize, rail: usize },
 }
 
 /// An arena on its way.
 struct Coming {
+    mapped: bool,
     /// Its place in the plan's page sizes.
     candidate: usize,
     /// Chunks that are queued or under way.
@@ -128,12 +162,32 @@ struct Tried {
 }
 
 impl Start<'_> {
+    fn work_on(&self, threads: usize) {
+        let pieces = self.state.lock().tasks.len();
+        if threads.min(pieces) <= 1 {
+            return self.work();
+        }
+        thread::scope(|scope| {
+            let helpers: Vec<_> = (1..threads.min(pieces))
+                // With fewer threads than wished it takes longer, and that is all.
+                .map_while(|_| thread::Builder::new().spawn_scoped(scope, || self.work()).ok())
+                .collect();
+            self.work();
+            for helper in helpers {
+                if let Err(panic) = helper.join() {
+                    std::panic::resume_unwind(panic);
+                }
+            }
+        });
+    }
+
     /// What each thread does, until all arenas stand or one cannot.
     fn work(&self) {
         let _wake = WakeOthersOnPanic(self);
         let mut state = self.state.lock();
-        while state.error.is_none() && !state.panicked && state.list.len() < self.plan.arenas.len()
-        {
+        let all = self.slots.len() * self.rails.len();
+        let stopped = || self.stop.is_some_and(|s| s.load(Relaxed));
+        while state.error.is_none() && !state.panicked && state.regions < all && !stopped() {
             let Some(task) = state.tasks.pop_front() else {
                 // Others are at work, and what comes of it may be more work.
                 self.changed.wait(&mut state);
@@ -141,15 +195,18 @@ impl Start<'_> {
             };
             drop(state);
             match task {
-                Task::FaultIn { index, offset, len } => self.fault_in(index, offset, len),
-                Task::Register { index } => self.register(index),
+                Task::FaultIn { index, offset, len, page } => {
+                    self.fault_in(index, offset, len, page);
+                }
+                Task::Register { index, rail } => self.register(index, rail),
             }
             state = self.state.lock();
         }
     }
 
     fn place(&self, index: usize) -> (usize, usize) {
-        (index * self.plan.stride, self.plan.arenas[index])
+        let slot = self.slots[index];
+        (slot * self.plan.stride, self.plan.len_of(slot))
     }
 
     /// Maps an arena with the best page size to be had, from the `candidate`-th. Says what a better one
@@ -162,11 +219,16 @@ impl Start<'_> {
         mut tried: Option<Tried>,
     ) -> Result<(Coming, Option<Tried>), BuildError> {
         let sizes = &self.plan.page_sizes;
+        let fixed = self.plan.fixed.get(index).map(|f| f.page_size);
         for (candidate, &page_size) in sizes.iter().enumerate().skip(candidate) {
+            if fixed.is_some_and(|p| p != page_size) {
+                continue;
+            }
             let start = Instant::now();
             match self.map_pages(state, index, page_size) {
                 Ok(()) => {
                     let coming = Coming {
+                        mapped: true,
                         candidate,
                         left: 0,
                         faulted_in: 0,
@@ -196,7 +258,7 @@ impl Start<'_> {
         // Bound to a node without memory, a fault would have the kernel kill processes.
         if let Placement::On(node) = self.plan.start.placement
             && let Some(free) = numa::free_on(node, page)
-            && free < state.promised(self.plan, page) + len as u64
+            && free < state.promised(self.plan, self.slots, page) + len as u64
         {
             return Err(("mapping", None));
         }
@@ -204,21 +266,21 @@ impl Start<'_> {
         // multiples of the largest candidate page.
         unsafe { self.reservation.map_pages(offset, len, page) }
             .map_err(|e| ("mapping", Some(e)))?;
-        self.bind(offset, len).map_err(|e| {
+        self.bind(offset, len, page).map_err(|e| {
             // SAFETY: mapped just now; nobody was told of it.
             unsafe { self.reservation.unback(offset, len) };
             ("binding to nodes", Some(e))
         })
     }
 
-    fn bind(&self, offset: usize, len: usize) -> io::Result<()> {
+    fn bind(&self, offset: usize, len: usize, page: usize) -> io::Result<()> {
         let (nodes, mode) = match &self.plan.start.placement {
             Placement::Anywhere => return Ok(()),
             Placement::Near(node) => (NodeSet::of([*node]), Mode::Preferred),
             Placement::On(node) => (NodeSet::of([*node]), Mode::Bind),
             Placement::Interleave(nodes) => (NodeSet::of(nodes.iter().copied()), Mode::Interleave),
         };
-        match self.reservation.bind(offset, len, &nodes, mode) {
+        match self.reservation.bind(offset, len, page, &nodes, mode) {
             // A wish; and sandboxes bar the call where there may be nothing to choose.
             Err(_) if mode == Mode::Preferred || numa::nodes().len() == 1 => Ok(()),
             done => done,
@@ -235,8 +297,15 @@ impl Start<'_> {
         numa::free_on(node, page).map(|bytes| anywhere.min(bytes / page as u64))
     }
 
+    /// An arena as errors and events have it: which, of how many, how long.
+    fn named(&self, index: usize) -> (usize, usize, usize) {
+        let first = self.plan.arenas.len();
+        let arenas = if self.stop.is_some() { self.plan.slots() } else { first };
+        (self.slots[index], arenas, self.place(index).1)
+    }
+
     fn not_backed(&self, index: usize, tried: Option<Tried>) -> BuildError {
-        let (arenas, len) = (self.plan.arenas.len(), self.plan.arenas[index]);
+        let (index, arenas, len) = self.named(index);
         let unsupported = || io::ErrorKind::Unsupported.into();
         let Some(Tried { page_size, free_pages, step, source }) = tried else {
             let (step, source) = ("mapping", unsupported());
@@ -252,11 +321,16 @@ impl Start<'_> {
         };
         if let Placement::On(node) = self.plan.start.placement {
             let free = numa::free_on(node, page_size);
+            let errno = source.as_ref().and_then(io::Error::raw_os_error);
             let problem = match source {
                 None => format!("arena {index} of {arenas} does not fit"),
                 Some(e) => format!("{step} arena {index} of {arenas} failed: {e}"),
             };
-            return BuildError::Node { node, problem, needed: len as u64, page_size, free };
+            let has = numa::hugepages_on(node, page_size);
+            let lacking = (len as u64).saturating_sub(free.unwrap_or(0)) / page_size as u64;
+            let fix = problem::node_fix(node, page_size, has.map(|(all, _)| all), lacking);
+            let needed = len as u64;
+            return BuildError::Node { node, problem, fix, needed, page_size, free, errno };
         }
         let source = source.unwrap_or_else(unsupported);
         BuildError::Back { arena: index, arenas, len, page_size, free_pages, step, source }
@@ -265,18 +339,19 @@ impl Start<'_> {
     fn queue_chunks(&self, state: &mut State<'_>, index: usize) {
         let (start, len) = self.place(index);
         let coming = &mut state.coming[index];
-        let chunk = CHUNK.max(self.plan.page_sizes[coming.candidate]);
+        let page = self.plan.page_sizes[coming.candidate];
+        let chunk = CHUNK.max(page);
         for offset in (0..len).step_by(chunk) {
             let len = chunk.min(len - offset);
-            state.tasks.push_back(Task::FaultIn { index, offset: start + offset, len });
+            state.tasks.push_back(Task::FaultIn { index, offset: start + offset, len, page });
             coming.left += 1;
         }
         self.changed.notify_all();
     }
 
-    fn fault_in(&self, index: usize, offset: usize, len: usize) {
+    fn fault_in(&self, index: usize, offset: usize, len: usize, page: usize) {
         let start = Instant::now();
-        let done = self.reservation.fault_in(offset, len);
+        let done = self.reservation.fault_in(offset, len, page);
         let took = start.elapsed();
         let ok = done.is_ok();
         let mut missing = None;
@@ -300,8 +375,10 @@ impl Start<'_> {
         if coming.left == 0 {
             match coming.failed.take() {
                 None => {
-                    tasks.push_front(Task::Register { index });
-                    self.changed.notify_one();
+                    for &(rail, _) in self.rails.iter().rev() {
+                        tasks.push_front(Task::Register { index, rail });
+                        self.changed.notify_one();
+                    }
                 }
                 Some(e) => missing = self.start_anew(&mut state, index, e),
             }
@@ -325,6 +402,7 @@ impl Start<'_> {
         state.faulted_in -= faulted_in;
         // What it had is no longer promised to it.
         state.coming[index].faulted_in = len as u64;
+        state.coming[index].mapped = false;
         let tried = Tried { page_size, free_pages, step, source: Some(e) };
         match self.map(state, index, candidate + 1, Some(tried)) {
             Ok((coming, tried)) => {
@@ -341,9 +419,12 @@ impl Start<'_> {
 
     fn tell_missing(&self, index: usize, tried: Option<Tried>) {
         if let Some(Tried { page_size, free_pages, .. }) = tried {
-            let len = self.plan.arenas[index];
-            let event = Event::HugepagesMissing { arena: index, len, page_size, free_pages };
-            config::tell(self.hook, &event);
+            let (arena, _, len) = self.named(index);
+            let missing = Told::HugepagesMissing { arena, len, page_size, free_pages };
+            match &self.told {
+                Some(told) => told.lock().push(missing),
+                None => missing.tell(self.plan.hook.as_ref()),
+            }
         }
     }
 
@@ -352,80 +433,63 @@ impl Start<'_> {
         self.changed.notify_all();
     }
 
-    fn register(&self, index: usize) {
+    fn register(&self, index: usize, rail: usize) {
         let (offset, len) = self.place(index);
+        let Some(&(_, Rail { device, info })) = self.rails.iter().find(|r| r.0 == rail) else {
+            return;
+        };
         let (page_size, map_time, fault_in_time) = {
             let coming = &self.state.lock().coming[index];
             (self.plan.page_sizes[coming.candidate], coming.map_time, coming.fault_in_time)
         };
         let node = self.reservation.node_of(offset, len, page_size);
-        let mut optional = self.plan.start.optional;
-        if page_size <= mmap::base_page() {
-            optional.remove(Access::HUGETLB);
-        }
         let start = Instant::now();
-        let mut done = self.ask(index, page_size, self.plan.access | optional);
-        if let Err(e) = &done
-            && !optional.is_empty()
-            && matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
-        {
-            done = self.ask(index, page_size, self.plan.access);
-        }
-        let register_time = start.elapsed();
+        // SAFETY: `offset` is inside the reservation, by construction of its length.
+        let addr = unsafe { self.reservation.base().add(offset) };
+        let ask = |access| {
+            *self.state.lock().register_calls += 1;
+            // SAFETY: the range is mapped and all of it faulted in (the last chunk queued this). It is
+            // unmapped by `let_go`, after deregistration, or, if no call succeeds, by `run`.
+            unsafe { device.registrar().register(&MrRequest { addr, len, page_size, access }) }
+        };
+        let (done, _) = with_or_without(self.plan.access, self.plan.optional(page_size), ask);
+        let time = start.elapsed();
         let mut state = self.state.lock();
         match done {
             Ok(registration) => {
                 // Also after an error elsewhere: what is on the list is what is undone.
-                state.list.push(Arena {
-                    offset,
-                    len,
-                    page_size,
-                    node,
-                    registration,
-                    map_time,
-                    fault_in_time,
-                    register_time,
-                });
+                let region = Region { rail, registration, time };
+                let slot = self.slots[index];
+                match state.list.iter_mut().find(|a| a.slot == slot) {
+                    Some(arena) => arena.regions.push(region),
+                    None => state.list.push(Arena {
+                        slot,
+                        len,
+                        page_size,
+                        node,
+                        map_time,
+                        fault_in_time,
+                        regions: vec![region],
+                        stuck: false,
+                    }),
+                }
+                state.regions += 1;
                 state.registered += len as u64;
-                if state.list.len() == self.plan.arenas.len() {
+                if state.regions == self.slots.len() * self.rails.len() {
                     self.changed.notify_all();
                 }
                 drop(state);
                 self.tell(Stage::Register);
             }
             Err(source) => {
-                let error = self.explain(index, source);
+                let (slot, arenas, _) = self.named(index);
+                let error = match source {
+                    Some(source) => explain(info, slot, arenas, len, source),
+                    None => super::panicked(slot, arenas, len),
+                };
                 self.fail(&mut state, error);
             }
         }
-    }
-
-    /// One register call.
-    fn ask(
-        &self,
-        index: usize,
-        page_size: usize,
-        access: Access,
-    ) -> Result<Registration, RegisterError> {
-        let (offset, len) = self.place(index);
-        *self.state.lock().register_calls += 1;
-        // SAFETY: `offset` is inside the reservation, by construction of its length.
-        let addr = unsafe { self.reservation.base().add(offset) };
-        // SAFETY: the range is mapped and all of it faulted in (the last chunk queued this). It is
-        // unmapped by `take_down`, after deregistration, or, if this fails, with the reservation.
-        unsafe { self.registrar.register(&MrRequest { addr, len, page_size, access }) }
-    }
-
-    /// Turns a refusal into the error that says most: ENOMEM is put down to the memlock limit only
-    /// when the numbers agree.
-    fn explain(&self, index: usize, source: RegisterError) -> BuildError {
-        let errno = source.raw_os_error();
-        if errno == Some(libc::ENOMEM)
-            && let Some(e) = memlock_refusal(&self.plan.info, self.plan.arenas[index], errno)
-        {
-            return e;
-        }
-        BuildError::Register { arena: index, arenas: self.plan.arenas.len(), source }
     }
 
     /// Tells how far a stage is. The numbers are read under the hook's lock, so that they come in order.
@@ -438,18 +502,59 @@ impl Start<'_> {
             Stage::Register => state.registered,
         };
         drop(state);
+        // Each byte is registered once on each device, and counts in parts.
+        let bytes_done = match stage {
+            Stage::FaultIn => bytes_done,
+            Stage::Register => bytes_done / self.rails.len() as u64,
+        };
         hook(Progress { stage, bytes_done, bytes_total: self.plan.capacity as u64 });
     }
 }
 
+/// Asks for required and optional rights together; where the device does not know one of those, for the
+/// required ones alone. Says how many calls that were. (`None` as an error is for callers that catch panics.)
+pub(super) fn with_or_without(
+    required: Access,
+    optional: Access,
+    mut ask: impl FnMut(Access) -> Result<Registration, RegisterError>,
+) -> (Result<Registration, Option<RegisterError>>, u64) {
+    match ask(required | optional) {
+        Err(e)
+            if !optional.is_empty()
+                && matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) =>
+        {
+            (ask(required).map_err(Some), 2)
+        }
+        done => (done.map_err(Some), 1),
+    }
+}
+
+/// Turns a refusal into the error that says most: ENOMEM is put down to the memlock limit only when the
+/// numbers agree.
+pub(super) fn explain(
+    info: &DeviceInfo,
+    arena: usize,
+    arenas: usize,
+    len: usize,
+    source: RegisterError,
+) -> BuildError {
+    let errno = source.raw_os_error();
+    if errno == Some(libc::ENOMEM)
+        && let Some(e) = memlock_refusal(info, len, errno)
+    {
+        return e;
+    }
+    BuildError::Register { arena, arenas, source }
+}
+
 impl State<'_> {
     /// Bytes that arenas of a page size have yet to take.
-    fn promised(&self, plan: &Plan, page: usize) -> u64 {
-        let yet = |(i, c): (usize, &Coming)| {
-            let rest = plan.arenas[i] as u64 - c.faulted_in;
+    fn promised(&self, plan: &Plan, slots: &[usize], page: usize) -> u64 {
+        let yet = |(&slot, c): (&usize, &Coming)| {
+            let rest = plan.len_of(slot) as u64 - c.faulted_in;
             if plan.page_sizes[c.candidate] == page { rest } else { 0 }
         };
-        self.coming.iter().enumerate().map(yet).sum()
+        slots.iter().zip(&self.coming).map(yet).sum()
     }
 }
 

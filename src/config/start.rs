@@ -4,7 +4,7 @@
 use parking_lot::Mutex;
 
 use super::Builder;
-use crate::{access::Access, device::DeviceInfo, error::BuildError, sys::numa};
+use crate::{access::Access, error::BuildError, reach::Reach};
 
 /// The NUMA node that the pages of a pool come from, whichever thread faults them in.
 ///
@@ -16,9 +16,11 @@ pub enum Numa {
     /// without a node (soft ones) has no preference.
     #[default]
     OfDevice,
-    /// This node, or an error that names it with what is free there.
+    /// This node, or an error that names it with what is free there. That it is one that this process may
+    /// use (by its cpuset, and by a memory policy that binds it) is checked too.
     Node(u32),
-    /// All nodes that this process may use, page by page in turns.
+    /// All nodes that this process may use, page by page in turns. With [`Pages::Require`](crate::Pages) a
+    /// node that lacks its share of hugepages is an error that names it; else other nodes serve for it.
     Interleave,
     /// Wherever the process's own policy has them.
     Any,
@@ -52,7 +54,7 @@ type ProgressHook = Box<dyn FnMut(Progress) + Send>;
 /// As the user asked.
 #[derive(Default)]
 pub(super) struct Wishes {
-    numa: Numa,
+    pub(super) numa: Numa,
     optional: Access,
     threads: Option<usize>,
     progress: Option<ProgressHook>,
@@ -68,8 +70,9 @@ pub(crate) struct Start {
 }
 
 /// Where pages shall come from.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Placement {
+    #[default]
     Anywhere,
     Near(u32),
     On(u32),
@@ -81,7 +84,7 @@ const MOST_THREADS: usize = 16;
 /// Bytes that are worth a thread.
 const PER_THREAD: usize = 64 << 20;
 
-impl Builder {
+impl<R: Reach> Builder<R> {
     /// Sets the NUMA node of all arenas; [`Numa::OfDevice`] unless set.
     pub fn numa(mut self, numa: Numa) -> Self {
         self.start.numa = numa;
@@ -116,13 +119,17 @@ impl Builder {
 }
 
 impl Wishes {
+    /// Whether pages are to lie on nodes of the user's choice.
+    pub(super) fn place(&self) -> bool {
+        matches!(self.numa, Numa::Node(_) | Numa::Interleave)
+    }
+
     /// Checks what can be checked before the first page is mapped.
     pub(super) fn plan(
         self,
-        info: &DeviceInfo,
+        placement: Placement,
         required: Access,
         capacity: usize,
-        page: usize,
     ) -> Result<Start, BuildError> {
         if !(Access::RELAXED_ORDERING | Access::HUGETLB).contains(self.optional) {
             return Err(BuildError::Access {
@@ -135,71 +142,10 @@ impl Wishes {
             .threads
             .unwrap_or_else(|| processors().min(MOST_THREADS).min(capacity.div_ceil(PER_THREAD)));
         Ok(Start {
-            placement: placement(self.numa, info, capacity, page)?,
+            placement,
             optional: self.optional.difference(required),
             threads: threads.clamp(1, 1024),
             progress: self.progress.map(Mutex::new),
         })
-    }
-}
-
-fn placement(
-    numa: Numa,
-    info: &DeviceInfo,
-    capacity: usize,
-    page_size: usize,
-) -> Result<Placement, BuildError> {
-    let nodes = numa::nodes();
-    let allowed = numa::allowed();
-    let may = |node: &u32| allowed.as_ref().is_none_or(|a| a.contains(node));
-    let refuse = |node, problem| {
-        let free = numa::free_on(node, page_size);
-        Err(BuildError::Node { node, problem, needed: capacity as u64, page_size, free })
-    };
-    match numa {
-        Numa::Any => Ok(Placement::Anywhere),
-        Numa::Interleave => Ok(Placement::Interleave(nodes.into_iter().filter(may).collect())),
-        Numa::OfDevice => Ok(match info.numa_node {
-            Some(node) if nodes.contains(&node) && may(&node) => Placement::Near(node),
-            _ => Placement::Anywhere,
-        }),
-        Numa::Node(node) if !nodes.contains(&node) => refuse(
-            node,
-            format!("it does not exist or has no memory (nodes with memory: {})", list(&nodes)),
-        ),
-        Numa::Node(node) if !may(&node) => {
-            let allowed = list(&allowed.unwrap_or_default());
-            refuse(node, format!("this process may not use it (its cpuset allows {allowed})"))
-        }
-        Numa::Node(node) => Ok(Placement::On(node)),
-    }
-}
-
-fn list(nodes: &[u32]) -> String {
-    nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_device_without_a_node_or_on_one_that_is_not_there_has_no_preference() {
-        let mut info = DeviceInfo::new("d", "t");
-        let of = |info: &_| placement(Numa::OfDevice, info, 4096, 4096).expect("placed");
-        assert_eq!(of(&info), Placement::Anywhere);
-        info.numa_node = Some(1000);
-        assert_eq!(of(&info), Placement::Anywhere);
-        let here = numa::nodes()[0];
-        info.numa_node = Some(here);
-        assert_eq!(of(&info), Placement::Near(here));
-    }
-
-    #[test]
-    fn a_node_that_is_not_there_is_named_with_those_that_are() {
-        let info = DeviceInfo::new("d", "t");
-        let e = placement(Numa::Node(1000), &info, 8 << 20, 4096).expect_err("no such node");
-        assert!(matches!(e, BuildError::Node { node: 1000, free: None, .. }), "{e}");
-        assert!(e.to_string().contains("node 1000") && e.to_string().contains("8 MiB"), "{e}");
     }
 }

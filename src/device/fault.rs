@@ -29,7 +29,31 @@ pub enum Fault {
     Delay(u64, Duration),
 }
 
-/// Wraps a registrar; see [`Fault`]. Clones share faults and counts, so keep one to watch with.
+/// Wraps a registrar: a stand-in device with limits of one's own, that refuses rights, fails, and records
+/// what it is asked; see [`Fault`], and [`FaultyMapping`](super::FaultyMapping) for what is not the device's.
+/// Clones share faults and counts, so keep one to watch with.
+///
+/// ```
+/// use pinpool::{Access, BuildError, Device, Pages, Pool, device::{Fault, FaultyRegistrar}};
+///
+/// const EINVAL: i32 = 22;
+/// let registrar = FaultyRegistrar::new(&Device::soft())
+///     .max_mr(2)
+///     .max_mr_size(1 << 20)
+///     .fault(Fault::Refuse(Access::RELAXED_ORDERING, EINVAL));
+/// let pool = |capacity| {
+///     let device = Device::custom(registrar.clone());
+///     let builder = Pool::builder().device(device).capacity(capacity).pages(Pages::Base);
+///     builder.optional_access(Access::RELAXED_ORDERING).build()
+/// };
+/// // Two regions of 1 MiB, each asked for with the right and then without.
+/// let built = pool(2 << 20)?;
+/// assert_eq!((built.arenas().len(), registrar.register_calls()), (2, 4));
+/// assert!(matches!(pool(3 << 20), Err(BuildError::TooManyArenas { max_mr: 2, .. })));
+/// drop(built);
+/// assert_eq!(registrar.live(), 0);
+/// # Ok::<(), BuildError>(())
+/// ```
 #[derive(Clone)]
 pub struct FaultyRegistrar {
     shared: Arc<Shared>,
@@ -37,12 +61,20 @@ pub struct FaultyRegistrar {
 
 struct Shared {
     inner: Arc<dyn Registrar>,
-    limits: Mutex<(Option<u64>, Option<u64>)>,
+    pretended: Mutex<Pretended>,
     faults: Mutex<Vec<Fault>>,
     requests: Mutex<Vec<MrRecord>>,
     registers: AtomicU64,
     deregisters: AtomicU64,
     live: AtomicU64,
+}
+
+/// What the wrapped device is said to be, where it differs.
+#[derive(Default)]
+struct Pretended {
+    max_mr_size: Option<u64>,
+    max_mr: Option<u64>,
+    numa_node: Option<u32>,
 }
 
 /// What a register call asked for.
@@ -64,7 +96,7 @@ impl FaultyRegistrar {
     pub fn new(device: &super::Device) -> Self {
         let shared = Shared {
             inner: device.registrar().clone(),
-            limits: Mutex::default(),
+            pretended: Mutex::default(),
             faults: Mutex::default(),
             requests: Mutex::default(),
             registers: AtomicU64::new(0),
@@ -76,13 +108,19 @@ impl FaultyRegistrar {
 
     /// Pretends that the device's `max_mr_size` is this.
     pub fn max_mr_size(self, bytes: u64) -> Self {
-        self.shared.limits.lock().0 = Some(bytes);
+        self.shared.pretended.lock().max_mr_size = Some(bytes);
         self
     }
 
     /// Pretends that the device's `max_mr` is this.
     pub fn max_mr(self, regions: u64) -> Self {
-        self.shared.limits.lock().1 = Some(regions);
+        self.shared.pretended.lock().max_mr = Some(regions);
+        self
+    }
+
+    /// Pretends that the device hangs on this NUMA node.
+    pub fn numa_node(self, node: u32) -> Self {
+        self.shared.pretended.lock().numa_node = Some(node);
         self
     }
 
@@ -119,9 +157,10 @@ impl FaultyRegistrar {
 unsafe impl Registrar for FaultyRegistrar {
     fn info(&self) -> DeviceInfo {
         let mut info = self.shared.inner.info();
-        let (size, count) = *self.shared.limits.lock();
-        info.max_mr_size = size.unwrap_or(info.max_mr_size);
-        info.max_mr = count.unwrap_or(info.max_mr);
+        let pretended = self.shared.pretended.lock();
+        info.max_mr_size = pretended.max_mr_size.unwrap_or(info.max_mr_size);
+        info.max_mr = pretended.max_mr.unwrap_or(info.max_mr);
+        info.numa_node = pretended.numa_node.or(info.numa_node);
         info
     }
 

@@ -6,14 +6,19 @@ mod fault;
 mod soft;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 mod verbs;
+mod window;
 
 use std::{fmt, ptr::NonNull, sync::Arc};
 
 #[cfg(feature = "fault")]
 pub use self::fault::{Fault, FaultyRegistrar, MrRecord};
 pub use self::soft::{SoftDevice, SoftError};
+pub(crate) use self::soft::{SoftPart, WindowId};
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub use self::verbs::{ForkSupport, VerbsDevice};
+pub use self::window::{Guarantees, LeaseSupport};
+#[cfg(feature = "fault")]
+pub use crate::sys::mapping_faults::{FaultyMapping, MapFault, MapRecord, MapStep};
 use crate::{
     access::{Access, LKey, RKey},
     error::{DeviceError, RegisterError},
@@ -205,6 +210,18 @@ impl Device {
             Kind::Soft(soft) => Some(soft),
             _ => None,
         }
+    }
+
+    /// Whether both are clones of one device. Another one opened by the same name is another device: it has
+    /// another PD.
+    pub fn is(&self, other: &Device) -> bool {
+        self.id() == other.id()
+    }
+
+    /// A number that no other device has while this one lives; never 0.
+    #[inline]
+    pub(crate) fn id(&self) -> usize {
+        Arc::as_ptr(&self.registrar).cast::<()>() as usize
     }
 
     pub(crate) fn registrar(&self) -> &Arc<dyn Registrar> {

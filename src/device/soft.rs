@@ -2,7 +2,12 @@
 //! and `mlock`; it moves bytes only through [`SoftDevice::write`] and its siblings, which check what a
 //! NIC would check.
 
-use std::{collections::HashMap, io, ptr::NonNull};
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    ptr::NonNull,
+    sync::atomic::{AtomicI32, Ordering::Relaxed},
+};
 
 use parking_lot::RwLock;
 
@@ -24,12 +29,46 @@ use crate::{
 pub struct SoftDevice {
     regions: RwLock<Regions>,
     info: DeviceInfo,
+    /// What a window call of each kind is to fail with, where that is to be tried; 0 is not to.
+    window_faults: [AtomicI32; 3],
 }
 
 #[derive(Debug, Default)]
 struct Regions {
     next: u32,
     by_handle: HashMap<u64, Region>,
+    windows: HashMap<WindowId, SoftWindow>,
+    /// Those that are bound to nothing, the one that has rested longest first.
+    resting: VecDeque<WindowId>,
+}
+
+/// A window of the software device. Its key is the number and, in the lower eight bits, what each bind
+/// changes; in that of a region the ninth bit is set.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct WindowId(u32);
+
+#[derive(Clone, Copy, Default, Debug)]
+struct SoftWindow {
+    turn: u8,
+    bound: Option<Bound>,
+}
+
+/// A part of a region, and what peers may do to it.
+#[derive(Clone, Copy, Debug)]
+struct Bound {
+    region: u64,
+    /// As on the wire.
+    start: u64,
+    len: u64,
+    rights: Access,
+}
+
+/// The calls on a window.
+#[derive(Clone, Copy)]
+pub(crate) enum WindowCall {
+    Bind,
+    Invalidate,
+    Dealloc,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -52,24 +91,24 @@ unsafe impl Sync for Region {}
 #[non_exhaustive]
 pub enum SoftError {
     /// The key names no region.
-    #[error("key {0:#x} names no registered region")]
+    #[error("key {0:#x} names no registered region and no bound window")]
     UnknownKey(u32),
-    /// The region lacks the right.
-    #[error("the region has {granted}, the access needs {needed}")]
+    /// The region, or the window, lacks the right.
+    #[error("the key grants {granted}, the access needs {needed}")]
     Right {
         /// What the access needs.
         needed: Access,
-        /// What the region has.
+        /// What the key grants.
         granted: Access,
     },
-    /// Outside the region.
-    #[error("{len} bytes at {addr:#x} are not inside the region ({start:#x}..{end:#x})")]
+    /// Outside the region, or the window.
+    #[error("{len} bytes at {addr:#x} are not inside what the key names ({start:#x}..{end:#x})")]
     Range {
         /// First byte asked, as on the wire.
         addr: u64,
         /// Bytes asked.
         len: u64,
-        /// First byte of the region, as on the wire.
+        /// First byte that the key names, as on the wire.
         start: u64,
         /// One past its last.
         end: u64,
@@ -83,12 +122,101 @@ impl SoftDevice {
     pub(super) fn new() -> Self {
         let mut info = DeviceInfo::new("soft", "soft");
         info.pinning = Pinning::Locked;
-        Self { regions: RwLock::default(), info }
+        Self { regions: RwLock::default(), info, window_faults: Default::default() }
     }
 
     /// How many regions are registered now.
     pub fn regions(&self) -> usize {
         self.regions.read().by_handle.len()
+    }
+
+    /// How many windows are allocated now, bound or not.
+    pub fn windows(&self) -> usize {
+        self.regions.read().windows.len()
+    }
+
+    /// Has each call to bind, invalidate or give back a window fail with this errno from now on; 0 has it
+    /// do its work again. For tests of recovery.
+    #[cfg(feature = "fault")]
+    pub fn fail_windows(&self, bind: i32, invalidate: i32, dealloc: i32) {
+        for (fault, errno) in self.window_faults.iter().zip([bind, invalidate, dealloc]) {
+            fault.store(errno, Relaxed);
+        }
+    }
+
+    fn window_call(&self, call: WindowCall) -> io::Result<()> {
+        match self.window_faults[call as usize].load(Relaxed) {
+            0 => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    /// The rights of the region under this lkey, if all of `addr..addr + len`, virtual, lies in it.
+    pub(crate) fn region_access(&self, lkey: LKey, addr: usize, len: usize) -> Option<Access> {
+        let regions = self.regions.read();
+        let r = regions.by_handle.values().find(|r| r.lkey == lkey)?;
+        let offset = addr.checked_sub(r.addr.as_ptr() as usize)?;
+        (offset <= r.len && len <= r.len - offset).then_some(r.access)
+    }
+
+    /// Takes a window that is bound to nothing; allocates it if there is none.
+    pub(crate) fn take_window(&self) -> WindowId {
+        let mut regions = self.regions.write();
+        if let Some(id) = regions.resting.pop_front() {
+            return id;
+        }
+        let n = regions.next;
+        regions.next = n.wrapping_add(1);
+        let id = WindowId(n << 9);
+        regions.windows.insert(id, SoftWindow::default());
+        id
+    }
+
+    /// Puts a window back that is bound to nothing.
+    pub(crate) fn rest_window(&self, id: WindowId) {
+        self.regions.write().resting.push_back(id);
+    }
+
+    /// How many windows there are, and how many of them rest.
+    pub(crate) fn window_counts(&self) -> (u64, usize) {
+        let regions = self.regions.read();
+        (regions.windows.len() as u64, regions.resting.len())
+    }
+
+    /// Binds a window, which must be bound to nothing, to a part of the region under `lkey`, under a new
+    /// key.
+    pub(crate) fn bind_window(
+        &self,
+        id: WindowId,
+        part: SoftPart,
+        rights: Access,
+    ) -> io::Result<RKey> {
+        self.window_call(WindowCall::Bind)?;
+        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
+        let mut regions = self.regions.write();
+        let by_lkey = regions.by_handle.iter().find(|(_, r)| r.lkey == part.lkey);
+        let (&region, record) = by_lkey.ok_or_else(invalid)?;
+        record.check(part.addr, part.len, Access::MW_BIND).map_err(|_| invalid())?;
+        let window = regions.windows.get_mut(&id).filter(|w| w.bound.is_none());
+        let window = window.ok_or_else(invalid)?;
+        window.turn = window.turn.wrapping_add(1);
+        window.bound = Some(Bound { region, start: part.addr, len: part.len, rights });
+        Ok(id.rkey(window.turn))
+    }
+
+    /// Unbinds the window. Accesses under way are waited for.
+    pub(crate) fn invalidate_window(&self, id: WindowId) -> io::Result<()> {
+        self.window_call(WindowCall::Invalidate)?;
+        let mut regions = self.regions.write();
+        let bound = regions.windows.get_mut(&id).and_then(|w| w.bound.take());
+        bound.map(drop).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))
+    }
+
+    /// Gives a window back, bound or not.
+    pub(crate) fn dealloc_window(&self, id: WindowId) -> io::Result<()> {
+        self.window_call(WindowCall::Dealloc)?;
+        let gone = self.regions.write().windows.remove(&id);
+        gone.map(drop).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))
     }
 
     /// Writes as a peer: RDMA WRITE of `data` to `addr` under `rkey`.
@@ -194,9 +322,56 @@ impl SoftDevice {
         op: impl FnOnce(NonNull<u8>) -> R,
     ) -> Result<R, SoftError> {
         let regions = self.regions.read();
-        let region = regions.by_handle.values().find(|r| r.rkey == rkey);
-        let p = region.ok_or(SoftError::UnknownKey(rkey.get()))?.check(addr, len as u64, need)?;
+        let p = match regions.bound(rkey) {
+            Some(bound) => {
+                bound.check(addr, len as u64, need)?;
+                let region = regions.by_handle.get(&bound.region);
+                region.ok_or(SoftError::UnknownKey(rkey.get()))?.translate(addr, len as u64)?
+            }
+            None => {
+                let region = regions.by_handle.values().find(|r| r.rkey == rkey);
+                let region = region.ok_or(SoftError::UnknownKey(rkey.get()))?;
+                region.check(addr, len as u64, need)?
+            }
+        };
         Ok(op(p))
+    }
+}
+
+/// A part of a region, of any length.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SoftPart {
+    /// As on the wire.
+    pub(crate) addr: u64,
+    pub(crate) len: u64,
+    pub(crate) lkey: LKey,
+}
+
+impl WindowId {
+    fn rkey(self, turn: u8) -> RKey {
+        RKey::new(self.0 | u32::from(turn))
+    }
+}
+
+impl Regions {
+    /// The window that is bound under this key.
+    fn bound(&self, rkey: RKey) -> Option<&Bound> {
+        let id = WindowId(rkey.get() & !0xff);
+        let window = self.windows.get(&id)?;
+        window.bound.as_ref().filter(|_| id.rkey(window.turn) == rkey)
+    }
+}
+
+impl Bound {
+    fn check(&self, addr: u64, len: u64, needed: Access) -> Result<(), SoftError> {
+        if !self.rights.contains(needed) {
+            return Err(SoftError::Right { needed, granted: self.rights });
+        }
+        let (start, end) = (self.start, self.start + self.len);
+        if addr < start || addr.checked_add(len).is_none_or(|last| last > end) {
+            return Err(SoftError::Range { addr, len, start, end });
+        }
+        Ok(())
     }
 }
 
@@ -206,6 +381,11 @@ impl Region {
         if !self.access.contains(needed) {
             return Err(SoftError::Right { needed, granted: self.access });
         }
+        self.translate(addr, len)
+    }
+
+    /// Translates an address on the wire, if the range permits.
+    fn translate(&self, addr: u64, len: u64) -> Result<NonNull<u8>, SoftError> {
         let zero_based = self.access.contains(Access::ZERO_BASED);
         let start = if zero_based { 0 } else { self.addr.as_ptr() as u64 };
         let end = start + self.len as u64;
@@ -256,10 +436,13 @@ unsafe impl Registrar for SoftDevice {
             device: self.info.name.clone(),
             source,
         };
-        let region =
-            self.regions.write().by_handle.remove(&handle.0).ok_or_else(|| {
-                fail("soft deregister", io::Error::from_raw_os_error(libc::EINVAL))
-            })?;
+        let refused = || fail("soft deregister", io::Error::from_raw_os_error(libc::EINVAL));
+        let mut regions = self.regions.write();
+        if regions.windows.values().any(|w| w.bound.is_some_and(|b| b.region == handle.0)) {
+            return Err(refused());
+        }
+        let region = regions.by_handle.remove(&handle.0).ok_or_else(refused)?;
+        drop(regions);
         // SAFETY: the range stays mapped until this returns (contract of `register`).
         unsafe { mmap::unlock(region.addr, region.len) }.map_err(|e| fail("munlock", e))
     }

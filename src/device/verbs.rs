@@ -2,19 +2,26 @@
 //! what sysfs knows of it; leaves the calls themselves to `sys::verbs`.
 
 use std::{
+    collections::HashMap,
     ffi::c_void,
     fs,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
 
+use parking_lot::RwLock;
+
 use super::{
     Device, DeviceInfo, Kind, MrHandle, MrRequest, Pinning, PortInfo, Registrar, Registration,
-    Surveyed,
+    Surveyed, window::WindowPool,
 };
 use crate::{
+    access::{Access, LKey},
     error::{DeviceError, RegisterError},
-    sys::verbs::{self, CallError, Context, DeviceList, ForkStatus, Mr, Pd, Port},
+    sys::{
+        verbs::{self, CallError, Context, DeviceList, ForkStatus, Mr, MrPtr, Pd, Port},
+        window::Window,
+    },
 };
 
 /// How registered memory fares when the process forks.
@@ -22,9 +29,10 @@ use crate::{
 #[non_exhaustive]
 pub enum ForkSupport {
     /// The kernel gives a child copies of pinned pages at the fork (5.12 and later). Nothing need be
-    /// done.
+    /// done. Where `RDMAV_FORK_SAFE` is set, libibverbs hides them all the same.
     CopyOnFork,
-    /// libibverbs keeps registered pages out of children (`ibv_fork_init`).
+    /// libibverbs keeps registered pages out of children (`ibv_fork_init`): one that looks into a buffer is
+    /// killed by the fault.
     HiddenFromChildren,
     /// Neither. After a fork the first to write a page, parent or child, gets a copy of it; if it is
     /// the parent, the device goes on with the old one. Do not fork, or fork only to `exec`.
@@ -36,16 +44,35 @@ pub enum ForkSupport {
 /// Registers memory with `ibv_reg_mr`. Get one through [`Device::open`], [`Device::first`] or
 /// [`Device::from_raw_pd`], and back from a [`Device`] with [`Device::as_verbs`].
 pub struct VerbsDevice {
+    // Given back before the PD.
+    windows: WindowPool,
+    /// What is registered here, by lkey: what windows can be bound to.
+    regions: RwLock<HashMap<LKey, Region>>,
     pd: Arc<Pd>,
     info: DeviceInfo,
     fork: ForkSupport,
+}
+
+/// A region, for windows to be bound to.
+#[derive(Clone, Copy)]
+pub(crate) struct Region {
+    pub(crate) ptr: MrPtr,
+    pub(crate) access: Access,
+    addr: usize,
+    len: usize,
 }
 
 impl VerbsDevice {
     fn new(pd: Pd, fork: ForkSupport) -> Result<Self, DeviceError> {
         let context = pd.context();
         let (info, _) = describe(context).map_err(|e| device_error(context.name(), e))?;
-        Ok(Self { pd: Arc::new(pd), info, fork })
+        Ok(Self {
+            windows: WindowPool::default(),
+            regions: RwLock::default(),
+            pd: Arc::new(pd),
+            info,
+            fork,
+        })
     }
 
     /// Opens the PD on an open device.
@@ -77,13 +104,27 @@ impl VerbsDevice {
         self.fork
     }
 
-    #[cfg(feature = "loopback")]
+    /// The region that was registered here under this key, if all of `addr..addr + len` lies in it.
+    pub(crate) fn region_of(&self, lkey: LKey, addr: usize, len: usize) -> Option<Region> {
+        let region = *self.regions.read().get(&lkey)?;
+        let offset = addr.checked_sub(region.addr)?;
+        (offset <= region.len && len <= region.len - offset).then_some(region)
+    }
+
+    pub(crate) fn windows(&self) -> &WindowPool {
+        &self.windows
+    }
+
+    /// A window that is bound to nothing.
+    pub(crate) fn take_window(&self) -> Result<Window, CallError> {
+        self.windows.take(&self.pd)
+    }
+
     pub(crate) fn shared_pd(&self) -> &Arc<Pd> {
         &self.pd
     }
 
     /// The type of an entry of a port's GID table (`"RoCE v2"`, `"IB/RoCE v1"`), where sysfs knows it.
-    #[cfg(feature = "loopback")]
     pub(crate) fn gid_type(&self, port: u8, index: u32) -> Option<String> {
         Sysfs::of(&self.info.name).gid_type(port, index)
     }
@@ -138,6 +179,10 @@ unsafe impl Registrar for VerbsDevice {
             }
         })?;
         let (lkey, rkey) = (mr.lkey(), mr.rkey());
+        if let Some(ptr) = mr.ptr() {
+            let region = Region { ptr, access, addr: addr.as_ptr() as usize, len };
+            self.regions.write().insert(lkey, region);
+        }
         let handle = MrHandle(Box::into_raw(Box::new(mr)) as u64);
         Ok(Registration { handle, lkey, rkey, access })
     }
@@ -147,11 +192,17 @@ unsafe impl Registrar for VerbsDevice {
         // SAFETY: the handle is a box that `register` above leaked, and that has not been freed: that
         // happens below, once, and the caller passes no handle again after success (contract). Nobody
         // else holds a reference to it.
-        unsafe { &mut *mr }.deregister().map_err(|e| RegisterError::Deregister {
-            call: e.call,
-            device: self.info.name.clone(),
-            source: e.source,
-        })?;
+        let region = unsafe { &mut *mr };
+        // Before the device may give the key to another region.
+        let known = self.regions.write().remove(&region.lkey());
+        if let Err(e) = region.deregister() {
+            self.regions.write().extend(known.map(|r| (region.lkey(), r)));
+            return Err(RegisterError::Deregister {
+                call: e.call,
+                device: self.info.name.clone(),
+                source: e.source,
+            });
+        }
         // After a failure the box stays, and with it the PD: the region is still registered on it.
         // SAFETY: as above; this is the one place that frees it.
         drop(unsafe { Box::from_raw(mr) });
@@ -331,7 +382,6 @@ impl Sysfs {
         fs::read_to_string(self.0.join("device/numa_node")).ok()?.trim().parse().ok()
     }
 
-    #[cfg(feature = "loopback")]
     fn gid_type(&self, port: u8, index: u32) -> Option<String> {
         let path = self.0.join(format!("ports/{port}/gid_attrs/types/{index}"));
         Some(fs::read_to_string(path).ok()?.trim().to_owned())

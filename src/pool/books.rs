@@ -22,12 +22,19 @@ impl Core {
     pub(super) fn stats(&self) -> Stats {
         let mut stats = if self.foreign() {
             // Locks may have been held by threads that this process does not have.
-            Stats::new(&self.slabs.counts_at_fork(), &[0; CLASSES + 1], self.slabs.capacity())
+            Stats::new(&self.slabs.counts_at_fork(), &[0; CLASSES + 1])
         } else {
-            Stats::new(&self.slabs.counts(), &self.cached(), self.slabs.capacity())
+            Stats::new(&self.slabs.counts(), &self.cached())
         };
-        stats.arenas = self.infos.len();
-        stats.register_calls = self.register_calls;
+        if !self.foreign() {
+            let waited = self.waited.lock();
+            (stats.waits, stats.wait_time) = (waited.times, waited.time);
+            stats.waiting = self.waiters.count();
+        }
+        if let Some(shown) = self.shown() {
+            (stats.arenas, stats.register_calls) = (shown.arenas, shown.register_calls);
+        }
+        self.grower.count_into(&mut stats);
         stats.table_bytes += self.depot.table_bytes();
         stats
     }

@@ -35,16 +35,19 @@ impl Core {
         let core = unsafe { Self::keep(core) };
         if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
             core.tear_down();
+        } else {
+            core.wake_waiters();
         }
     }
 
-    /// Puts a block into this thread's magazines; false if it has none. Once the block is in and the
-    /// thread's lock released, the core may be gone.
+    /// Puts a block into this thread's magazines; false if it has none, or if somebody waits for blocks. Once
+    /// the block is in and the thread's lock released, the core may be gone.
     pub(super) fn free_cached(&self, entry: Entry, class: usize) -> bool {
         thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
-            if !hold.attached() {
+            // Asked under the lock that whoever emptied the caches had before: see `waiters.rs`.
+            if !hold.attached() || self.waiters.any() {
                 return false;
             }
             if !hold.push(class, entry) {

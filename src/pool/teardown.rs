@@ -18,6 +18,8 @@ impl Core {
             // The registrations are the parent's; whatever this process has is its copy.
             return None;
         }
+        core.grower.stop();
+        core.grower.changes.close();
         {
             let mut registry = core.registry.lock();
             registry.closed = true;
@@ -33,6 +35,7 @@ impl Core {
         if self.foreign_process() {
             return Leftover::default();
         }
+        // Waits for the grower to end what it has in hand: one register call at most.
         let arenas = self.arenas.lock().take();
         let Some(mut arenas) = arenas else { return Leftover::default() };
         let left = arenas.take_down();

@@ -7,6 +7,8 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
+use super::numa;
+
 /// How much memory this process may pin, and what of it is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Memlock {
@@ -116,6 +118,8 @@ pub(crate) struct Node {
     pub(crate) cpus: String,
     pub(crate) total: u64,
     pub(crate) free: u64,
+    /// Free, or given up by the system when asked.
+    pub(crate) available: u64,
 }
 
 impl Node {
@@ -144,6 +148,7 @@ pub(crate) fn nodes() -> Vec<Node> {
                 cpus: text("cpulist").trim().to_owned(),
                 total: field("MemTotal").unwrap_or(0),
                 free: field("MemFree").unwrap_or(0),
+                available: numa::available(&memory).unwrap_or(0),
             })
         })
         .collect();
@@ -316,6 +321,10 @@ pub(crate) struct Facts {
     /// Mappings that this process has.
     pub(crate) maps: u64,
     pub(crate) nodes: Vec<Node>,
+    /// Nodes that the cpuset of this process permits; `None` where the kernel does not say.
+    pub(crate) cpuset: Option<Vec<u32>>,
+    /// Nodes that the memory policy of this thread is bound to; `None` when it is not.
+    pub(crate) bound: Option<Vec<u32>>,
 }
 
 impl Facts {
@@ -331,6 +340,8 @@ impl Facts {
             max_maps: number(Path::new("/proc/sys/vm/max_map_count")),
             maps: maps.iter().filter(|&&b| b == b'\n').count() as u64,
             nodes,
+            cpuset: numa::cpuset(),
+            bound: numa::bound(),
         }
     }
 }

@@ -3,10 +3,18 @@
 
 pub(crate) mod fork;
 pub(crate) mod limits;
+pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
 pub(crate) mod mmap;
 pub(crate) mod numa;
-#[cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+#[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+#[cfg_attr(not(feature = "loopback"), allow(dead_code, unreachable_pub))]
 pub(crate) mod queue_pair;
+pub(crate) mod shared;
+pub(crate) mod signals;
+pub(crate) mod smaps;
+pub(crate) mod tick;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
+#[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+pub(crate) mod window;

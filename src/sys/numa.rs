@@ -25,6 +25,11 @@ impl NodeSet {
         }
         set
     }
+
+    fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
+        let has = |&n: &usize| self.0[n / WORD] >> (n % WORD) & 1 == 1;
+        (0..MAX_NODES).filter(has).map(|n| n as u32)
+    }
 }
 
 /// How the pages of a range are to be spread.
@@ -92,23 +97,42 @@ pub(crate) fn nodes() -> Vec<u32> {
         .unwrap_or_else(|| vec![0])
 }
 
-/// The nodes from which this process may have memory (its cpuset); all where the kernel does not say.
-pub(crate) fn allowed() -> Option<Vec<u32>> {
+/// The nodes from which this process may have memory by its cpuset; `None` where the kernel does not say.
+pub(crate) fn cpuset() -> Option<Vec<u32>> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     parse_list(status.lines().find_map(|l| l.strip_prefix("Mems_allowed_list:"))?)
+}
+
+/// The nodes that this thread's memory policy binds it to, as `numactl --membind` does; `None` when none
+/// does.
+pub(crate) fn bound() -> Option<Vec<u32>> {
+    // Beside the mode there may be flags.
+    const MODE: libc::c_int = 0xfff;
+    let mut mode: libc::c_int = 0;
+    let mut nodes = NodeSet::of([]);
+    // SAFETY: the call writes the mode, and a mask of MAX_NODES bits (one fewer than it is told), which the
+    // set has; it reads nothing of ours.
+    let r = unsafe {
+        let (bits, nowhere) = (MAX_NODES + 1, ptr::null::<libc::c_void>());
+        libc::syscall(libc::SYS_get_mempolicy, &mut mode, nodes.0.as_mut_ptr(), bits, nowhere, 0)
+    };
+    (r == 0 && mode & MODE == libc::MPOL_BIND).then(|| nodes.numbers().collect())
+}
+
+/// Hugepages of a size on a node: all, and free ones. `None` where the kernel does not say.
+pub(crate) fn hugepages_on(node: u32, page: usize) -> Option<(u64, u64)> {
+    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-{}kB", page >> 10);
+    let get = |file: &str| fs::read_to_string(format!("{dir}/{file}")).ok()?.trim().parse().ok();
+    Some((get("nr_hugepages")?, get("free_hugepages")?))
 }
 
 /// Bytes to be had on a node in pages of a size: free hugepages, or memory that is free or that the
 /// system gives up when asked. `None` where the kernel does not say.
 pub(crate) fn free_on(node: u32, page: usize) -> Option<u64> {
-    let dir = format!("/sys/devices/system/node/node{node}");
     if page > super::mmap::base_page() {
-        let file = format!("{dir}/hugepages/hugepages-{}kB/free_hugepages", page >> 10);
-        let free: u64 = fs::read_to_string(file).ok()?.trim().parse().ok()?;
-        return Some(free * page as u64);
+        return Some(hugepages_on(node, page)?.1 * page as u64);
     }
-    let info = fs::read_to_string(format!("{dir}/meminfo")).ok()?;
-    available(&info)
+    available(&fs::read_to_string(format!("/sys/devices/system/node/node{node}/meminfo")).ok()?)
 }
 
 /// Free hugepages of a size that no mapping has been promised, over all nodes.
@@ -118,7 +142,8 @@ pub(crate) fn unpromised_hugepages(page: usize) -> Option<u64> {
     Some(limits::free_hugepages(page)?.saturating_sub(promised))
 }
 
-fn available(meminfo: &str) -> Option<u64> {
+/// What a node's meminfo has of memory that is free, or given up when asked, in bytes.
+pub(super) fn available(meminfo: &str) -> Option<u64> {
     let kb = |field: &str| {
         let line = meminfo.lines().find_map(|l| l.split_once(field).map(|(_, rest)| rest));
         line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok())
@@ -151,6 +176,14 @@ mod tests {
     }
 
     #[test]
+    fn sets_of_nodes_give_back_what_was_put_in() {
+        let all: Vec<u32> = NodeSet::of([1023, 0, 64, 1024, 64]).numbers().collect();
+        assert_eq!(all, [0, 64, 1023], "the kernel knows none above");
+        // No policy, unless the caller of the tests has set one.
+        assert!(bound().is_none_or(|nodes| !nodes.is_empty()));
+    }
+
+    #[test]
     fn what_a_node_can_give_is_free_memory_and_caches() {
         let info = "Node 0 MemTotal: 100 kB\nNode 0 MemFree: 10 kB\nNode 0 Active(file): 3 kB\n\
                     Node 0 Inactive(file):  4 kB\n";
@@ -161,11 +194,12 @@ mod tests {
     #[test]
     fn the_node_of_fresh_pages_is_one_that_has_memory() {
         let page = super::super::mmap::base_page();
-        let r = super::super::mmap::Reservation::new(16 * page, page).expect("reserve");
+        let hook = super::super::mapping_faults::StepHook::default();
+        let r = super::super::mmap::Reservation::new(16 * page, page, hook).expect("reserve");
         assert_eq!(node_of(r.base(), 16 * page, page), None, "nothing there yet");
         // SAFETY: the range is ours and unused.
         unsafe { r.map_pages(0, 16 * page, page) }.expect("map");
-        r.fault_in(0, 16 * page).expect("fault in");
+        r.fault_in(0, 16 * page, page).expect("fault in");
         // Sandboxes may bar the call; what it says must be true.
         if let Some(node) = node_of(r.base(), 16 * page, page) {
             assert!(nodes().contains(&node));

@@ -9,7 +9,10 @@ use std::{
     sync::Arc,
 };
 
-use super::verbs::{CallError, Context, Pd, Port, check, check_ptr, ffi, status_name};
+use super::{
+    verbs::{CallError, Context, Pd, Port, check, check_ptr, ffi, status_name},
+    window::QpPtr,
+};
 use crate::access::{Access, RKey, Sge};
 
 /// How a work request ended: `enum ibv_wc_status`, by number.
@@ -226,7 +229,8 @@ pub(crate) struct Peer {
 /// A reliable-connected queue pair. Destroyed when dropped; from then on it touches no memory.
 pub(crate) struct QueuePair {
     raw: NonNull<ffi::ibv_qp>,
-    cq: Arc<CompletionQueue>,
+    sends: Arc<CompletionQueue>,
+    receives: Arc<CompletionQueue>,
     caps: Caps,
     pd: Arc<Pd>,
 }
@@ -249,25 +253,33 @@ const HOP_LIMIT: u8 = 64;
 const PSN_MASK: u32 = 0xff_ffff;
 
 impl QueuePair {
-    /// Makes one, whose send and receive completions both go to `cq`.
+    /// Makes one, with a completion queue for its sends and one, perhaps the same, for its receives.
     pub(crate) fn new(
         pd: &Arc<Pd>,
-        cq: &Arc<CompletionQueue>,
+        sends: &Arc<CompletionQueue>,
+        receives: &Arc<CompletionQueue>,
         caps: Caps,
     ) -> Result<Self, CallError> {
         // SAFETY: `ibv_qp_init_attr` is integers and pointers, for which zero and null are valid.
         let mut attr: ffi::ibv_qp_init_attr = unsafe { mem::zeroed() };
-        attr.send_cq = cq.raw.as_ptr();
-        attr.recv_cq = cq.raw.as_ptr();
+        attr.send_cq = sends.raw.as_ptr();
+        attr.recv_cq = receives.raw.as_ptr();
         attr.qp_type = ffi::ibv_qp_type::IBV_QPT_RC;
         attr.cap.max_send_wr = caps.depth;
         attr.cap.max_recv_wr = caps.depth;
         attr.cap.max_send_sge = 1;
         attr.cap.max_recv_sge = 1;
-        // SAFETY: the PD and the completion queue exist, and `Self` keeps both; `attr` is valid for the
+        // SAFETY: the PD and the completion queues exist, and `Self` keeps them; `attr` is valid for the
         // call, which writes the real sizes back to it.
         let raw = unsafe { ffi::ibv_create_qp(pd.as_ptr(), &mut attr) };
-        Ok(Self { raw: check_ptr("ibv_create_qp", raw)?, cq: cq.clone(), caps, pd: pd.clone() })
+        let raw = check_ptr("ibv_create_qp", raw)?;
+        let (sends, receives) = (sends.clone(), receives.clone());
+        Ok(Self { raw, sends, receives, caps, pd: pd.clone() })
+    }
+
+    /// Where it is. It exists as long as `self`.
+    pub(crate) fn ptr(&self) -> QpPtr {
+        QpPtr::new(self.raw)
     }
 
     pub(crate) fn number(&self) -> u32 {
@@ -275,8 +287,12 @@ impl QueuePair {
         unsafe { (*self.raw.as_ptr()).qp_num }
     }
 
-    pub(crate) fn cq(&self) -> &CompletionQueue {
-        &self.cq
+    pub(crate) fn sends(&self) -> &CompletionQueue {
+        &self.sends
+    }
+
+    pub(crate) fn receives(&self) -> &CompletionQueue {
+        &self.receives
     }
 
     /// Connects a new queue pair to its peer: RESET, INIT, RTR, RTS. The other end has to do the same
@@ -426,8 +442,8 @@ fn zeroed_attr() -> ffi::ibv_qp_attr {
 impl Drop for QueuePair {
     fn drop(&mut self) {
         if self.pd.context().is_in_owner() {
-            // SAFETY: made by ibv_create_qp and destroyed here only; its PD and completion queue are
-            // still there, since `self` holds both.
+            // SAFETY: made by ibv_create_qp and destroyed here only; its PD and completion queues are
+            // still there, since `self` holds them.
             unsafe { ffi::ibv_destroy_qp(self.raw.as_ptr()) };
         }
     }

@@ -200,19 +200,17 @@ pub(crate) struct Limits {
     pub(crate) max_mr: u64,
     pub(crate) ports: u8,
     /// Reads and atomics that one queue pair can have under way.
-    #[cfg_attr(not(feature = "loopback"), allow(dead_code))]
     pub(crate) max_rd_atomic: u8,
     /// Whether it runs atomics.
-    #[cfg_attr(not(feature = "loopback"), allow(dead_code))]
     pub(crate) atomics: bool,
     /// Work requests that one queue can hold.
-    #[cfg_attr(not(feature = "loopback"), allow(dead_code))]
     pub(crate) max_wr: u32,
+    /// Whether it claims memory windows of type 2.
+    pub(crate) windows: bool,
 }
 
 /// One port, as far as connecting through it goes.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "loopback"), allow(dead_code))]
 pub(crate) struct Port {
     pub(crate) number: u8,
     pub(crate) active: bool,
@@ -251,6 +249,7 @@ impl Context {
             max_rd_atomic: a.max_qp_rd_atom.min(a.max_qp_init_rd_atom).clamp(0, 255) as u8,
             atomics: a.atomic_cap != ffi::ibv_atomic_cap::IBV_ATOMIC_NONE,
             max_wr: u32::try_from(a.max_qp_wr).unwrap_or(0),
+            windows: a.device_cap_flags & WINDOWS_2 != 0,
         })
     }
 
@@ -277,7 +276,6 @@ impl Context {
     }
 
     /// Reads an entry of a port's GID table, in network order. Unused entries are zero, or an error.
-    #[cfg_attr(not(feature = "loopback"), allow(dead_code))]
     pub(crate) fn gid(&self, port: u8, index: u32) -> Result<[u8; 16], CallError> {
         let mut gid = ffi::ibv_gid { raw: [0; 16] };
         let index = c_int::try_from(index).unwrap_or(c_int::MAX);
@@ -289,6 +287,10 @@ impl Context {
         Ok(unsafe { gid.raw })
     }
 }
+
+// Either of the two kinds of type-2 windows.
+const WINDOWS_2: u32 = ffi::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A.0
+    | ffi::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B.0;
 
 // `IBV_LINK_LAYER_ETHERNET`: an anonymous enum in the header, which the bindings leave out.
 const LINK_LAYER_ETHERNET: u32 = 2;
@@ -374,6 +376,21 @@ pub(crate) struct Mr {
     process: u32,
 }
 
+/// Where a registered region is, for work requests that name it. Owns nothing.
+#[derive(Clone, Copy)]
+pub(crate) struct MrPtr(NonNull<ffi::ibv_mr>);
+
+// SAFETY: an address; only unsafe calls use it.
+unsafe impl Send for MrPtr {}
+// SAFETY: as above.
+unsafe impl Sync for MrPtr {}
+
+impl MrPtr {
+    pub(super) fn as_ptr(self) -> *mut ffi::ibv_mr {
+        self.0.as_ptr()
+    }
+}
+
 // SAFETY: as for `Context`: a handle for thread-safe calls, and two numbers.
 unsafe impl Send for Mr {}
 // SAFETY: as above; changing it takes `&mut`.
@@ -432,6 +449,11 @@ impl Mr {
         self.rkey
     }
 
+    /// Where it is; `None` once deregistered.
+    pub(crate) fn ptr(&self) -> Option<MrPtr> {
+        self.raw.map(MrPtr)
+    }
+
     /// Deregisters it. After an error it is still registered; the call may be repeated. In a forked
     /// child it is always an error (EPERM): the region is the parent's.
     pub(crate) fn deregister(&mut self) -> Result<(), CallError> {
@@ -461,7 +483,6 @@ impl Drop for Mr {
 }
 
 /// What libibverbs calls a completion status.
-#[cfg(feature = "loopback")]
 pub(super) fn status_name(status: u32) -> Option<&'static str> {
     // SAFETY: takes any number; for those it does not know it returns "unknown".
     let s = unsafe { ffi::ibv_wc_status_str(status) };

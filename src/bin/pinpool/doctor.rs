@@ -2,7 +2,9 @@
 //! is the library's; this reads the flags and prints.
 
 use clap::ValueEnum;
-use pinpool::{Device, DoctorOptions, PageSize, Pages, Problem, Report, doctor};
+use pinpool::{
+    Device, DoctorOptions, Guarantees, LeaseSupport, Numa, PageSize, Pages, Problem, Report, doctor,
+};
 use serde_json::{Value, json};
 
 use crate::{
@@ -12,7 +14,8 @@ use crate::{
 
 /// Look this machine over for a pool: what it would use, and what to change
 ///
-/// Maps and registers nothing. Limits are those of the process that runs this: run it as the user, and under
+/// Builds no pool, and registers nothing but three pages, for a moment, to see what the device's memory
+/// windows hold. Limits are those of the process that runs this: run it as the user, and under
 /// the unit or container, that will hold the pool.
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -29,6 +32,9 @@ pub(crate) struct Args {
     /// Its pages
     #[arg(long, value_enum, default_value_t = PageChoice::Prefer)]
     pages: PageChoice,
+    /// The NUMA node of its pages: `device` for that of the device, `any`, `interleave`, or a number
+    #[arg(long, value_name = "NODE", default_value = "device", value_parser = parse_numa)]
+    numa: Numa,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -48,6 +54,18 @@ enum PageChoice {
     Base,
 }
 
+fn parse_numa(text: &str) -> Result<Numa, String> {
+    match text {
+        "device" => Ok(Numa::OfDevice),
+        "any" => Ok(Numa::Any),
+        "interleave" => Ok(Numa::Interleave),
+        number => number
+            .parse()
+            .map(Numa::Node)
+            .map_err(|_| "write device, any, interleave, or the number of a node".to_owned()),
+    }
+}
+
 /// Looks, prints, and says whether anything is to be changed.
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let device = args.device.open_if_any()?;
@@ -55,6 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     options.device = device.as_ref();
     options.capacity = args.capacity;
     options.arena_size = args.arena_size;
+    options.numa = args.numa;
     options.pages = match args.pages {
         PageChoice::Prefer => Pages::Prefer(PageSize::Huge2M),
         PageChoice::Huge2M => Pages::Require(PageSize::Huge2M),
@@ -78,6 +97,19 @@ fn problems(list: &[Problem]) -> Vec<Value> {
     list.iter().map(|p| json!({ "kind": p.kind(), "what": p.what(), "fix": p.fix() })).collect()
 }
 
+fn leases(support: &LeaseSupport) -> Value {
+    let names = |what: Guarantees| {
+        what.iter_names().map(|(name, _)| name.to_ascii_lowercase()).collect::<Vec<_>>()
+    };
+    json!({
+        "windows": support.windows,
+        "held": names(support.held),
+        "lacking": names(support.lacking),
+        "untried": names(support.untried()),
+        "why": support.why,
+    })
+}
+
 /// The largest number stands for "unlimited", which is null.
 fn limited(v: u64) -> Option<u64> {
     (v != u64::MAX).then_some(v)
@@ -95,6 +127,7 @@ fn object(r: &Report, device: Option<&Device>) -> Value {
             "ports": ports.iter().map(|p| json!({
                 "number": p.number, "active": p.active, "link": p.link, "mtu": p.mtu,
             })).collect::<Vec<_>>(),
+            "leases": d.leases.as_ref().map(leases),
         }),
     });
     let cgroups = r.cgroups.iter().map(|c| {
@@ -152,6 +185,7 @@ fn object(r: &Report, device: Option<&Device>) -> Value {
             "huge_bytes": r.pool.huge_bytes,
             "base_bytes": r.pool.base_bytes,
             "pinned_bytes": r.pool.pinned_bytes,
+            "nodes": r.pool.nodes,
         },
         "problems": problems(&r.problems),
         "notes": problems(&r.notes),

@@ -4,6 +4,8 @@
 
 mod alloc;
 mod contest;
+mod growth;
+mod lease;
 mod registration;
 pub(crate) mod report;
 mod startup;
@@ -23,6 +25,8 @@ use crate::cli::Failure;
 pub(crate) enum Bench {
     Registration(registration::Args),
     Startup(startup::Args),
+    Growth(growth::Args),
+    Lease(lease::Args),
     /// Compare alloc + free with general allocators, other pools and the floor
     Alloc(alloc::Args),
     /// Compare passing buffers from one thread to another
@@ -39,6 +43,8 @@ pub(crate) fn run(bench: &Bench) -> Result<(), Failure> {
     match bench {
         Bench::Registration(args) => registration::run(args),
         Bench::Startup(args) => startup::run(args),
+        Bench::Growth(args) => growth::run(args),
+        Bench::Lease(args) => lease::run(args),
         Bench::Alloc(args) => alloc::run(Group::Alloc, args),
         Bench::Handoff(args) => alloc::run(Group::Handoff, args),
         Bench::Churn(args) => alloc::run(Group::Churn, args),

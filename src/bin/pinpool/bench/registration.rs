@@ -271,7 +271,7 @@ impl Bench {
     /// Takes everything down and gathers what is to be said.
     fn finish(self, device: &Device, before: Held, rows: Vec<Row>) -> Outcome {
         let Self { sides: Sides { pool, per_call, pool_counts }, peer, clock, note } = self;
-        let arenas = pool.arenas().to_vec();
+        let arenas = pool.arenas();
         let per_call_memory = *per_call.arena();
         let per_call_counts = per_call.counts().clone();
         drop(peer);

@@ -49,7 +49,7 @@ impl Bed {
     /// The page sizes that the arenas got.
     pub(crate) fn page_sizes(&self) -> impl Iterator<Item = usize> {
         let pools = [&self.plain, &self.coloured].into_iter().filter_map(OnceCell::get);
-        pools.flat_map(|pool| pool.arenas().iter().map(|arena| arena.page_size))
+        pools.flat_map(|pool| pool.arenas().into_iter().map(|arena| arena.page_size))
     }
 }
 

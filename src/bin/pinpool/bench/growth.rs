@@ -1,0 +1,452 @@
+//! `pinpool bench growth`: what threads that allocate notice of a pool that grows beside them.
+
+use std::{
+    sync::{
+        Barrier,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use clap::ValueEnum;
+use pinpool::{Access, Event, PageSize, Pages, Pool};
+use serde_json::{Value, json};
+
+use super::{
+    interrupted,
+    report::{self, Environment, Progress, Summary, Table, show_count, show_ns},
+};
+use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
+
+/// Compare the slowest allocs while a pool grows with those while it does not.
+#[derive(clap::Args)]
+#[command(after_long_help = METHOD)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Bytes that the pool begins with
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value = "64M")]
+    capacity: usize,
+    /// Bytes that it grows to [default: 16 times as many, but no more than a quarter of the memory available]
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
+    max_capacity: Option<usize>,
+    /// Bytes of the arenas that come, a power of two [default: 64M, or an eighth of the maximum where that is
+    /// less]
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
+    arena: Option<usize>,
+    /// How many threads allocate, one row each
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 2])]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=256))]
+    threads: Vec<u16>,
+    /// The pages
+    #[arg(long, value_enum, default_value_t = PageChoice::Base)]
+    pages: PageChoice,
+    /// How often each row is measured
+    #[arg(long, value_name = "N", default_value_t = 7)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=1000))]
+    reps: u16,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+const METHOD: &str = "\
+Method: Threads take buffers of 64 bytes to 64 KiB, some dozen at a time, touch each, and give them back; each \
+alloc is timed by itself. The growing side begins with the pool, whose watermark is such that it brings up one \
+arena after the other until it is as large as it may be, and ends with that, so that a growth is under way at \
+every sample but for the moments between two arenas. The quiet side goes on with the same threads on the same \
+pool, which cannot grow any more, for as long. What is shown is the median, over the repetitions, of the slowest \
+of a thousand (p99.9), over all threads.
+
+Bias: Both sides hold what reading the clock costs (the table shows it). Mapping and zeroing pages takes a \
+processor: with as many threads as processors, the grower takes turns with them, and what that costs them is in \
+the growing side. The quiet side runs second, on warm caches.
+
+Exit code: 0 all went well; 1 something failed; 2 wrong call or no such device; 130 interrupted.";
+
+const STEP: usize = 1 << 20;
+/// Allocs that are not counted at the start of each side.
+const WARM_UP: usize = 2_000;
+/// The most buffers that one thread holds.
+const BURST: usize = 48;
+
+fn parse_capacity(text: &str) -> Result<usize, String> {
+    let size = parse_bytes(text)?;
+    if !(STEP..=1 << 40).contains(&size) || !size.is_multiple_of(STEP) {
+        return Err(format!("it is no multiple of {} up to 1 TiB", show_bytes(STEP)));
+    }
+    Ok(size)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum PageChoice {
+    /// The system's base pages
+    Base,
+    /// 2 MiB hugepages, or an error
+    #[value(name = "2M")]
+    Huge2M,
+    /// 2 MiB hugepages arena by arena, base pages where there are none
+    Prefer,
+}
+
+impl From<PageChoice> for Pages {
+    fn from(choice: PageChoice) -> Self {
+        match choice {
+            PageChoice::Base => Pages::Base,
+            PageChoice::Huge2M => Pages::Require(PageSize::Huge2M),
+            PageChoice::Prefer => Pages::Prefer(PageSize::Huge2M),
+        }
+    }
+}
+
+/// Counts of times in nanoseconds: exact below a limit, and one by one above.
+struct Times {
+    below: Vec<u32>,
+    above: Vec<u64>,
+    count: u64,
+}
+
+impl Times {
+    const LIMIT: usize = 1 << 16;
+
+    fn new() -> Self {
+        Self { below: vec![0; Self::LIMIT], above: Vec::with_capacity(1 << 16), count: 0 }
+    }
+
+    fn add(&mut self, time: Duration) {
+        self.count += 1;
+        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        match usize::try_from(ns).ok().and_then(|n| self.below.get_mut(n)) {
+            Some(n) => *n += 1,
+            None => self.above.push(ns),
+        }
+    }
+
+    fn merge(mut self, other: &Self) -> Self {
+        self.below.iter_mut().zip(&other.below).for_each(|(a, b)| *a += b);
+        self.above.extend(&other.above);
+        self.count += other.count;
+        self
+    }
+
+    /// By nearest rank, so that it is a time that was measured.
+    fn per_mille(&mut self, rank: u64) -> f64 {
+        let mut left = (self.count * rank).div_ceil(1000);
+        for (ns, &n) in self.below.iter().enumerate() {
+            left = match left.checked_sub(u64::from(n)) {
+                None | Some(0) => return ns as f64,
+                Some(left) => left,
+            };
+        }
+        self.above.sort_unstable();
+        self.above.get(left as usize - 1).map_or(0.0, |&ns| ns as f64)
+    }
+}
+
+/// What one thread does on one side, until `over`.
+fn work(pool: &Pool, seed: u64, over: impl Fn() -> bool) -> Result<Times, String> {
+    let mut times = Times::new();
+    let mut held = Vec::with_capacity(BURST);
+    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        // xorshift64
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random
+    };
+    let mut done = 0;
+    while !over() {
+        for _ in 0..1 + next() as usize % BURST {
+            // Log-uniform, by the power of two and what is between it and the next.
+            let base = 64usize << (next() % 10);
+            let len = base + next() as usize % base;
+            let start = Instant::now();
+            let got = pool.alloc(len);
+            let took = start.elapsed();
+            let mut buf = got.map_err(|e| e.to_string())?;
+            buf[0] = 1;
+            held.push(buf);
+            done += 1;
+            if done > WARM_UP {
+                times.add(took);
+            }
+        }
+        held.clear();
+    }
+    Ok(times)
+}
+
+/// What one repetition gave: p99.9 on both sides, how many allocs those were, and how long it grew.
+struct Rep {
+    quiet: f64,
+    growing: f64,
+    samples: u64,
+    growths: u64,
+    grew: Duration,
+}
+
+struct Job {
+    args_capacity: usize,
+    max_capacity: usize,
+    arena: usize,
+}
+
+impl Job {
+    fn of(args: &Args) -> Result<Self, Failure> {
+        let quarter = available() / 4 / STEP * STEP;
+        let most = args.capacity.saturating_mul(16).min(quarter.max(args.capacity * 2));
+        let max_capacity = args.max_capacity.unwrap_or(most);
+        if max_capacity <= args.capacity {
+            return Err(Failure::Usage(format!(
+                "--max-capacity {} is not more than --capacity {}: the pool could not grow",
+                show_bytes(max_capacity),
+                show_bytes(args.capacity)
+            )));
+        }
+        let eighth = (max_capacity / 8).next_power_of_two().max(STEP);
+        let arena = args.arena.unwrap_or(eighth.min(64 << 20));
+        Ok(Self { args_capacity: args.capacity, max_capacity, arena })
+    }
+
+    fn rep(&self, args: &Args, threads: usize) -> Result<Rep, Failure> {
+        let failed = |e: String| Failure::Failed(e);
+        let device = args.device.open()?;
+        let (told, refused) = std::sync::mpsc::channel();
+        let told = std::sync::Mutex::new(told);
+        let builder = Pool::builder()
+            .device(device)
+            .access(Access::LOCAL_WRITE)
+            .pages(args.pages.into())
+            .capacity(self.args_capacity)
+            .arena_size(self.arena)
+            .max_capacity(self.max_capacity)
+            // Always short, until it can grow no more.
+            .low_watermark(self.max_capacity - 1)
+            .on_event(move |e| {
+                if let (Event::GrowthFailed { error, .. }, Ok(told)) = (e, told.lock()) {
+                    let _ = told.send(error.to_string());
+                }
+            });
+        // The threads are there before the pool is, so that it does not grow while they start.
+        let (ready, half) = (Barrier::new(threads + 1), Barrier::new(threads + 1));
+        let handle: std::sync::OnceLock<Result<Pool, String>> = std::sync::OnceLock::new();
+        let (quiet_over, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+        let grown_after = AtomicU64::new(0);
+        let (mut growing, mut quiet) = (Times::new(), Times::new());
+        let mut stats = None;
+        thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads as u64)
+                .map(|i| {
+                    let (ready, half, handle) = (&ready, &half, &handle);
+                    let (quiet_over, stop) = (&quiet_over, &stop);
+                    scope.spawn(move || {
+                        ready.wait();
+                        let Some(Ok(pool)) = handle.get() else { return Ok(None) };
+                        let full = || pool.capacity() >= pool.max_capacity() || stop.load(Relaxed);
+                        let growing = work(pool, i + 1, full);
+                        half.wait();
+                        let quiet = work(pool, i + 1, || quiet_over.load(Relaxed));
+                        Ok::<_, String>(Some((growing?, quiet?)))
+                    })
+                })
+                .collect();
+            let built = builder.build().map_err(|e| e.to_string());
+            let pool = handle.get_or_init(|| built);
+            let start = Instant::now();
+            ready.wait();
+            if let Ok(pool) = pool {
+                while pool.capacity() < pool.max_capacity() && !stop.load(Relaxed) {
+                    thread::sleep(Duration::from_millis(2));
+                    if interrupted() || pool.stats().growth_failures > 0 {
+                        stop.store(true, Relaxed);
+                    }
+                }
+                grown_after.store(start.elapsed().as_nanos() as u64, Relaxed);
+                half.wait();
+                let pause = start.elapsed().max(Duration::from_millis(20));
+                if !stop.load(Relaxed) {
+                    thread::sleep(pause);
+                }
+                quiet_over.store(true, Relaxed);
+                stats = Some(pool.stats());
+            }
+            for worker in workers {
+                match worker.join() {
+                    Ok(Ok(Some((g, q)))) => {
+                        growing = std::mem::replace(&mut growing, Times::new()).merge(&g);
+                        quiet = std::mem::replace(&mut quiet, Times::new()).merge(&q);
+                    }
+                    Ok(Ok(None)) => {}
+                    Ok(Err(e)) => return Err(failed(e)),
+                    Err(_) => return Err(failed("a thread panicked".to_owned())),
+                }
+            }
+            Ok(())
+        })?;
+        if interrupted() {
+            return Err(Failure::Interrupted);
+        }
+        if let Ok(e) = refused.try_recv() {
+            return Err(failed(format!("the pool could not grow: {e}")));
+        }
+        let pool = handle.into_inner().unwrap_or_else(|| Err("there is no pool".to_owned()));
+        pool.map_err(failed)?.close().map_err(|e| failed(e.to_string()))?;
+        let stats = stats.ok_or_else(|| failed("there are no books".to_owned()))?;
+        if growing.count < 1000 || quiet.count < 1000 {
+            return Err(failed(format!(
+                "only {} allocs fell into the growth from {} to {}; make it longer with --max-capacity",
+                growing.count.min(quiet.count),
+                show_bytes(self.args_capacity),
+                show_bytes(self.max_capacity)
+            )));
+        }
+        Ok(Rep {
+            samples: growing.count,
+            quiet: quiet.per_mille(999),
+            growing: growing.per_mille(999),
+            growths: stats.growths,
+            grew: stats.growth_time,
+        })
+    }
+}
+
+/// Bytes of memory that are available.
+fn available() -> usize {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
+    let kb: usize = line.and_then(|l| l.split_whitespace().next()?.parse().ok()).unwrap_or(0);
+    kb << 10
+}
+
+struct Row {
+    threads: usize,
+    reps: Vec<Rep>,
+}
+
+impl Row {
+    fn median(&self, part: impl Fn(&Rep) -> f64) -> f64 {
+        let all: Vec<f64> = self.reps.iter().map(part).collect();
+        Summary::of(&all).map_or(0.0, |s| s.median)
+    }
+
+    fn ratio(&self) -> f64 {
+        self.median(|r| r.growing) / self.median(|r| r.quiet)
+    }
+}
+
+/// Measures and prints.
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let job = Job::of(args)?;
+    let mut rows: Vec<Row> =
+        args.threads.iter().map(|&n| Row { threads: usize::from(n), reps: Vec::new() }).collect();
+    let mut progress = Progress::new((usize::from(args.reps) + 1) * rows.len());
+    for rep in 0..=args.reps {
+        for row in &mut rows {
+            if interrupted() {
+                return Err(Failure::Interrupted);
+            }
+            progress.at(format!("{} threads", row.threads));
+            let done = job.rep(args, row.threads)?;
+            progress.step_done();
+            // The first round has the machine's memory and the program's code brought up.
+            if rep > 0 {
+                row.reps.push(done);
+            }
+        }
+    }
+    drop(progress);
+    let text =
+        if args.json { object(&job, args, &rows)?.to_string() } else { table(&job, args, &rows)? };
+    report::emit(&text)
+}
+
+fn object(job: &Job, args: &Args, rows: &[Row]) -> Result<Value, Failure> {
+    let (info, env) = (args.device.open()?.info(), Environment::read());
+    let hundredths = |n: f64| (n * 100.0).round() / 100.0;
+    let row = |r: &Row| {
+        json!({
+            "threads": r.threads,
+            "quiet_p999_ns": report::rounded(r.median(|r| r.quiet)),
+            "growing_p999_ns": report::rounded(r.median(|r| r.growing)),
+            "ratio": hundredths(r.ratio()),
+            "samples": r.reps.iter().map(|r| r.samples).sum::<u64>(),
+            "growths": r.reps.iter().map(|r| r.growths).sum::<u64>(),
+            "ms_a_growth": hundredths(growth_ms(r)),
+        })
+    };
+    Ok(json!({
+        "bench": "growth",
+        "device": info.name,
+        "transport": info.transport,
+        "kernel": env.kernel,
+        "cpu": env.cpu,
+        "cpus": env.cpus,
+        "reps": args.reps,
+        "capacity": job.args_capacity,
+        "max_capacity": job.max_capacity,
+        "arena": job.arena,
+        "clock_ns": report::clock_cost().as_nanos() as u64,
+        "rows": rows.iter().map(row).collect::<Vec<_>>(),
+    }))
+}
+
+fn growth_ms(row: &Row) -> f64 {
+    let growths: u64 = row.reps.iter().map(|r| r.growths).sum();
+    let time: Duration = row.reps.iter().map(|r| r.grew).sum();
+    time.as_secs_f64() * 1e3 / growths.max(1) as f64
+}
+
+fn table(job: &Job, args: &Args, rows: &[Row]) -> Result<String, Failure> {
+    let (info, env) = (args.device.open()?.info(), Environment::read());
+    let mut table = Table::new(&[
+        "\nthreads",
+        "quiet\np99.9",
+        "growing\np99.9",
+        "\nratio",
+        "growing\nallocs",
+        "one\ngrowth, ms",
+    ]);
+    for row in rows {
+        table.row(vec![
+            row.threads.to_string(),
+            show_ns(row.median(|r| r.quiet)),
+            show_ns(row.median(|r| r.growing)),
+            format!("{:.2}", row.ratio()),
+            show_count(row.reps.iter().map(|r| r.samples).sum()),
+            format!("{:.1}", growth_ms(row)),
+        ]);
+    }
+    Ok(format!(
+        "device  {} ({})\nkernel  {}\ncpu     {} × {}\npool    {} growing to {} by {}\n\n{table}\n\
+         medians of {}; of each time, about {} is reading the clock",
+        info.name,
+        info.transport,
+        env.kernel,
+        env.cpus,
+        env.cpu,
+        show_bytes(job.args_capacity),
+        show_bytes(job.max_capacity),
+        show_bytes(job.arena),
+        args.reps,
+        show_ns(report::clock_cost().as_nanos() as f64),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_times_that_were_measured() {
+        let mut t = Times::new();
+        (1..=999).for_each(|_| t.add(Duration::from_nanos(20)));
+        t.add(Duration::from_millis(3));
+        assert_eq!((t.per_mille(500), t.per_mille(999), t.per_mille(1000)), (20.0, 20.0, 3e6));
+        let mut other = Times::new();
+        (0..1000).for_each(|n| other.add(Duration::from_nanos(100 + n)));
+        let mut both = t.merge(&other);
+        assert_eq!((both.count, both.per_mille(500), both.per_mille(999)), (2000, 100.0, 1098.0));
+    }
+}

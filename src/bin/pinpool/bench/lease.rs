@@ -1,0 +1,337 @@
+//! `pinpool bench lease`: what it costs to let a peer reach one buffer and to take that back, by a lease and
+//! by registering the buffer.
+
+use std::{
+    ptr::NonNull,
+    time::{Duration, Instant},
+};
+
+use clap::ValueEnum;
+#[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+use pinpool::loopback::Pair;
+use pinpool::{
+    Access, Buf, Device, LeaseQp, PageSize, Pages, Pool,
+    device::{MrRequest, Registrar},
+};
+use serde_json::{Value, json};
+
+use super::{
+    interrupted,
+    report::{self, Environment, Progress, Summary, Table},
+};
+use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
+
+/// Compare leasing a buffer of a pool with registering it.
+#[derive(clap::Args)]
+#[command(after_long_help = METHOD)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Buffer sizes, 4K to 64M, in whole 4 KiB
+    #[arg(long, value_name = "SIZE,..", value_delimiter = ',', value_parser = parse_size)]
+    #[arg(default_value = "4K,64K,1M,16M")]
+    sizes: Vec<usize>,
+    /// How often each side does it with each size, rounded up to whole runs of 20
+    #[arg(long, value_name = "N", default_value_t = 500)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    samples: u32,
+    /// The pages that the buffers are on
+    #[arg(long, value_enum, default_value_t = PageChoice::Prefer)]
+    pages: PageChoice,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+const METHOD: &str = "\
+Method: One pool, one queue pair. lease: Lease::exchange, which ends the lease of one buffer and leases \
+another of that size, chained in one post, as a server does that always has one out: one lease and one \
+revocation, waited for until the new key works and the old one is refused. apart: Buf::lease and \
+Lease::revoke, each posted and waited for by itself. register: a buffer's memory is registered with a key \
+of its own and deregistered. All grant the peer the same right, to write. The sides take turns, in runs of \
+20 after one that is not counted, so that none pays for what the one before it left in the caches; the \
+figures are medians, less the least cost of reading the clock.
+
+Bias: One thread, one queue pair, nothing else under way on it. On a device made of software, or in an \
+emulated guest, a completion waits for the system to run the device's code. The software device's \
+registering is an mlock of pages that are locked already.
+
+Proof: With each size, a byte is written by the peer through a lease before anything is timed.
+
+Exit code: 0 all went well; 1 something failed; 2 wrong call or no such device; 130 interrupted.";
+
+const GRANULE: usize = 4096;
+const LARGEST: usize = 64 << 20;
+/// Samples that a side takes in a row.
+const RUN: usize = 20;
+const RIGHTS: Access = Access::REMOTE_WRITE;
+
+fn parse_size(text: &str) -> Result<usize, String> {
+    let size = parse_bytes(text)?;
+    if !(GRANULE..=LARGEST).contains(&size) || !size.is_multiple_of(GRANULE) {
+        let (least, most) = (show_bytes(GRANULE), show_bytes(LARGEST));
+        return Err(format!("sizes go from {least} to {most}, in whole {least}"));
+    }
+    Ok(size)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum PageChoice {
+    /// The system's base pages, none of them transparently huge
+    Base,
+    /// 2 MiB hugepages, or an error
+    #[value(name = "2M")]
+    Huge2M,
+    /// 2 MiB hugepages if enough are free, else base pages
+    Prefer,
+}
+
+/// What the peer comes through.
+enum Peer {
+    Soft,
+    #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+    Verbs(Box<Pair>),
+}
+
+struct Bench {
+    // Leases end before the pair goes.
+    qp: LeaseQp,
+    peer: Peer,
+    pool: Pool,
+    device: Device,
+    clock: Duration,
+}
+
+#[derive(Default)]
+struct Row {
+    bytes: usize,
+    lease: Vec<f64>,
+    apart: Vec<f64>,
+    register: Vec<f64>,
+}
+
+fn failed(e: impl ToString) -> Failure {
+    Failure::Failed(e.to_string())
+}
+
+/// Measures and prints.
+pub(crate) fn run(args: &Args) -> Result<(), Failure> {
+    let mut bench = Bench::start(args)?;
+    let mut sizes = args.sizes.clone();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let mut progress = Progress::new(sizes.len());
+    let mut rows = Vec::new();
+    for bytes in sizes {
+        progress.at(show_bytes(bytes));
+        rows.push(bench.row(bytes, args.samples as usize, &progress)?);
+        progress.step_done();
+    }
+    drop(progress);
+    let page_size = bench.pool.arenas()[0].page_size;
+    let support = bench.qp.support().to_string();
+    let stats = bench.qp.stats();
+    let info = bench.device.info();
+    let environment = Environment::read();
+    if args.json {
+        let rows: Vec<Value> = rows.iter().map(Row::json).collect();
+        report::emit(
+            &json!({
+                "bench": "lease",
+                "device": info.name,
+                "transport": info.transport,
+                "kernel": environment.kernel,
+                "page_size": page_size,
+                "rows": rows,
+                "windows": stats.windows,
+                "leases": stats.leased,
+                "support": support,
+                "cpu": environment.cpu,
+                "cpus": environment.cpus,
+            })
+            .to_string(),
+        )
+    } else {
+        let mut table = Table::new(&[
+            "size",
+            "lease +\nrevoke",
+            "posted\napart",
+            "register +\nderegister",
+            "lease /\nregister",
+        ]);
+        rows.iter().for_each(|row| table.row(row.cells()));
+        report::emit(&format!(
+            "{} ({}), kernel {}, {} x {}, pages of {}\nwindows: {support}; {} of them served {} leases\n\n{table}",
+            info.name,
+            info.transport,
+            environment.kernel,
+            environment.cpus,
+            environment.cpu,
+            show_bytes(page_size),
+            stats.windows,
+            stats.leased,
+        ))
+    }
+}
+
+impl Bench {
+    fn start(args: &Args) -> Result<Self, Failure> {
+        let device = args.device.open()?;
+        let pages = match args.pages {
+            PageChoice::Base => Pages::Base,
+            PageChoice::Huge2M => Pages::Require(PageSize::Huge2M),
+            PageChoice::Prefer => Pages::Prefer(PageSize::Huge2M),
+        };
+        if pages == Pages::Base {
+            nix::sys::prctl::set_thp_disable(true)
+                .map_err(|e| Failure::Failed(format!("turning transparent hugepages off: {e}")))?;
+        }
+        let largest = args.sizes.iter().copied().max().unwrap_or(GRANULE);
+        // The buffer, the next one, and a page to write from.
+        let capacity = (2 * largest + (2 << 20)).next_multiple_of(2 << 20);
+        let pool = Pool::builder()
+            .device(device.clone())
+            .access(Access::LOCAL_WRITE | Access::MW_BIND)
+            .capacity(capacity)
+            .arena_size(capacity.next_power_of_two())
+            .pages(pages)
+            .build()
+            .map_err(failed)?;
+        let (peer, qp) = connect(&device)?;
+        Ok(Self { qp, peer, pool, device, clock: report::clock_cost() })
+    }
+
+    fn row(&mut self, bytes: usize, samples: usize, progress: &Progress) -> Result<Row, Failure> {
+        let mut row = Row { bytes, ..Row::default() };
+        let mut buf = self.pool.alloc(bytes).map_err(failed)?;
+        let mut other = self.pool.alloc(bytes).map_err(failed)?;
+        buf = self.prove(buf)?;
+        self.qp.reserve(2).map_err(failed)?;
+        let ns = |d: Duration| d.saturating_sub(self.clock).as_nanos() as f64;
+        while row.register.len() < samples {
+            if interrupted() {
+                return Err(Failure::Interrupted);
+            }
+            for i in 0..=RUN {
+                let (took, back) = self.apart(buf)?;
+                buf = back;
+                row.apart.extend((i > 0).then(|| ns(took)));
+            }
+            let mut lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
+            for i in 0..=RUN {
+                let start = Instant::now();
+                let (ended, next) = lease.exchange(other, RIGHTS).map_err(failed)?;
+                let took = start.elapsed();
+                (other, lease) = (ended, next);
+                row.lease.extend((i > 0).then(|| ns(took)));
+            }
+            buf = lease.revoke().map_err(failed)?;
+            for i in 0..=RUN {
+                let took = self.register(&buf)?;
+                row.register.extend((i > 0).then(|| ns(took)));
+            }
+            progress.share(row.register.len() as f64 / samples as f64);
+        }
+        Ok(row)
+    }
+
+    fn apart(&self, buf: Buf) -> Result<(Duration, Buf), Failure> {
+        let start = Instant::now();
+        let lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
+        let buf = lease.revoke().map_err(failed)?;
+        Ok((start.elapsed(), buf))
+    }
+
+    /// Registers the buffer's own memory once more, and deregisters it.
+    fn register(&self, buf: &Buf) -> Result<Duration, Failure> {
+        let registrar = self.registrar()?;
+        let addr = NonNull::new(buf.as_ptr().cast_mut()).ok_or_else(|| failed("null"))?;
+        let page_size = self.pool.arenas()[0].page_size;
+        let access = Access::LOCAL_WRITE | RIGHTS;
+        let request = MrRequest { addr, len: buf.len(), page_size, access };
+        let start = Instant::now();
+        // SAFETY: the buffer's bytes, whole base pages, are mapped as long as it lives, and are
+        // deregistered below.
+        let made = unsafe { registrar.register(&request) }.map_err(failed)?;
+        // SAFETY: registered just now, and passed once.
+        unsafe { registrar.deregister(made.handle) }.map_err(failed)?;
+        Ok(start.elapsed())
+    }
+
+    fn registrar(&self) -> Result<&dyn Registrar, Failure> {
+        #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+        if let Some(verbs) = self.device.as_verbs() {
+            return Ok(verbs);
+        }
+        let soft = self.device.as_soft().map(|s| s as &dyn Registrar);
+        soft.ok_or_else(|| failed("the device cannot be asked directly"))
+    }
+
+    /// Has the peer write a byte to the leased buffer.
+    fn prove(&mut self, mut buf: Buf) -> Result<Buf, Failure> {
+        const MARK: u8 = 0x5a;
+        buf[0] = 0;
+        let mut from = self.pool.alloc(GRANULE).map_err(failed)?;
+        from[0] = MARK;
+        let lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
+        let to = lease.remote();
+        match &mut self.peer {
+            Peer::Soft => {
+                let soft =
+                    self.device.as_soft().ok_or_else(|| failed("not the software device"))?;
+                // SAFETY: nobody has a reference to the leased bytes.
+                unsafe { soft.write(to.rkey, to.addr, &from[..1]) }.map_err(failed)?;
+            }
+            #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+            Peer::Verbs(pair) => {
+                let one = from.sge_range(0, 1).ok_or_else(|| failed("no byte"))?;
+                // SAFETY: both buffers outlive the call, and nobody uses their bytes meanwhile.
+                unsafe { pair.write(one, to.addr, to.rkey) }.map_err(failed)?;
+            }
+        }
+        let buf = lease.revoke().map_err(failed)?;
+        if buf[0] != MARK {
+            return Err(failed("a byte written through a lease did not arrive"));
+        }
+        Ok(buf)
+    }
+}
+
+fn connect(device: &Device) -> Result<(Peer, LeaseQp), Failure> {
+    #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+    if device.as_verbs().is_some() {
+        let mut pair = Pair::connect(device).map_err(failed)?;
+        let qp = LeaseQp::of_pair(device, &mut pair).map_err(failed)?;
+        return Ok((Peer::Verbs(Box::new(pair)), qp));
+    }
+    Ok((Peer::Soft, LeaseQp::soft(device).map_err(failed)?))
+}
+
+impl Row {
+    /// Medians: lease, apart, register.
+    fn medians(&self) -> [f64; 3] {
+        [&self.lease, &self.apart, &self.register].map(|s| Summary::of(s).map_or(0.0, |s| s.median))
+    }
+
+    fn json(&self) -> Value {
+        let [lease, apart, register] = self.medians().map(report::rounded);
+        json!({
+            "bytes": self.bytes,
+            "lease_ns": lease,
+            "register_ns": register,
+            "apart_ns": apart,
+            "samples": self.lease.len(),
+        })
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let [lease, apart, register] = self.medians();
+        vec![
+            show_bytes(self.bytes),
+            report::show_ns(lease),
+            report::show_ns(apart),
+            report::show_ns(register),
+            format!("{:.2}", lease / register),
+        ]
+    }
+}
