@@ -30,14 +30,11 @@ const LOCAL: u64 = 33;
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
 const MANY: u64 = 18;
-<<<<<<< HEAD
-const RAW: u64 = 200;
-const C: u64 = 200;
-=======
 /// A plain pair with a trip into a token and back in between, of which the bench itself takes three (the token
 /// and the length pass through memory).
 const TOKEN: u64 = PLAIN + 43;
->>>>>>> main
+const RAW: u64 = 200;
+const C: u64 = 200;
 
 fn builder() -> Builder {
     Pool::builder()
@@ -287,9 +284,6 @@ fn gate(per_pair: u64) -> LibraryBenchmarkConfig {
 
 library_benchmark_group!(
     name = hot_path,
-<<<<<<< HEAD
-    benchmarks = [plain, plain_any_length, local, cross_thread, many, raw, c_pair]
-=======
     benchmarks = [
         plain,
         plain_growing,
@@ -299,8 +293,9 @@ library_benchmark_group!(
         local,
         cross_thread,
         many,
-        token
+        token,
+        raw,
+        c_pair
     ]
->>>>>>> main
 );
 main!(library_benchmark_groups = hot_path);

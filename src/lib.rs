@@ -102,11 +102,7 @@ mod sg_list;
 #[cfg(not(loom))]
 mod shared;
 
-<<<<<<< HEAD
-// Layer 6: the faces, and what looks a machine over.
-=======
 // Layer 6: the faces, what looks a machine over, and rights over single buffers.
->>>>>>> main
 #[cfg(not(loom))]
 mod adapters;
 #[cfg(not(loom))]
@@ -126,10 +122,10 @@ pub mod loopback;
 #[allow(dead_code, unused_imports, unreachable_pub)]
 mod loopback;
 
-#[cfg(all(not(loom), feature = "capi"))]
-pub use crate::adapters::capi;
 #[cfg(not(loom))]
 pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "capi"))]
+pub use crate::adapters::capi;
 #[cfg(all(not(loom), feature = "codec"))]
 pub use crate::adapters::codec;
 #[cfg(all(not(loom), feature = "global"))]

@@ -1,9 +1,3 @@
-<<<<<<< HEAD
-//! The faces: what lets code that speaks another language, or another crate's traits, use a pool.
-
-#[cfg(feature = "capi")]
-pub mod capi;
-=======
 //! The faces that code which knows nothing of RDMA sees: allocators, `bytes`, `std::io`, framing. Each is a
 //! thin layer over the pool; none adds anything to the paths that do not use it.
 
@@ -11,6 +5,8 @@ pub mod capi;
 mod allocator;
 #[cfg(feature = "bytes")]
 mod bytes;
+#[cfg(feature = "capi")]
+pub mod capi;
 #[cfg(feature = "codec")]
 pub mod codec;
 #[cfg(feature = "global")]
@@ -26,4 +22,3 @@ pub use global::{AttachError, PinnedAlloc};
 pub use part::Part;
 #[cfg(feature = "bytemuck")]
 pub use pod::{PodError, Typed};
->>>>>>> main
