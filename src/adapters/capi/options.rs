@@ -130,7 +130,7 @@ pub(super) struct Wanted {
     pub(super) capacity: usize,
     pub(super) arena_size: Option<usize>,
     pub(super) pages: Pages,
-    numa: Numa,
+    pub(super) numa: Numa,
     colouring: bool,
 }
 

@@ -159,6 +159,8 @@ impl Wanted {
             arena_size: self.arena_size,
             pages: self.pages,
             access: self.access,
+            numa: self.numa,
+            ..DoctorOptions::default()
         }
     }
 }
