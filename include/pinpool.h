@@ -133,6 +133,22 @@ typedef enum pinpool_status {
      A fault of pinpool's own; please report it.
      */
     PINPOOL_INTERNAL = 16,
+    /*
+     Nothing large enough came free in time.
+     */
+    PINPOOL_TIMEOUT = 17,
+    /*
+     The token's flight is over: taken back already, or never begun.
+     */
+    PINPOOL_TOKEN_STALE = 18,
+    /*
+     The token is another pool's, or made up.
+     */
+    PINPOOL_TOKEN_FOREIGN = 19,
+    /*
+     The token names no buffer that this pool can have: made up, or damaged on its way.
+     */
+    PINPOOL_TOKEN_INVALID = 20,
 } pinpool_status;
 
 /*
@@ -233,6 +249,15 @@ typedef struct pinpool_options_t {
      Whether to spread block starts over cache sets (0 or 1).
      */
     int colouring;
+    /*
+     Bytes that the pool may grow to, an arena at a time, on a thread of its own; 0 for `capacity`: it never
+     grows.
+     */
+    size_t max_capacity;
+    /*
+     Bytes left, not counting those in buffers, below which it grows; 0 for an eighth of `capacity`.
+     */
+    size_t low_watermark;
 } pinpool_options_t;
 
 /*
@@ -335,6 +360,26 @@ typedef struct pinpool_stats_t {
      Bytes of the allocator's own tables, all outside registered memory.
      */
     size_t table_bytes;
+    /*
+     Bytes that the pool may grow to.
+     */
+    size_t max_capacity;
+    /*
+     How many of the buffers that are out are out as tokens.
+     */
+    size_t in_flight;
+    /*
+     How many calls wait for memory now.
+     */
+    size_t waiting;
+    /*
+     How many have waited or do, over the pool's life.
+     */
+    uint64_t waits;
+    /*
+     How long those that wait no longer did, together, in nanoseconds.
+     */
+    uint64_t wait_time_ns;
 } pinpool_stats_t;
 
 #ifdef __cplusplus
@@ -392,7 +437,7 @@ void *pinpool_pd(const struct pinpool_t *pool);
  Closes a pool: deregisters, unmaps, and lets the protection domain go.
 
  Answers `PINPOOL_LIVE` while buffers are out, with their number in the message, and the pool is then as
- before: free them and close again. After any other answer the handle is closed, and every later call
+ before: free them and close again. So it is with `PINPOOL_FORKED`. After any other answer the handle is closed, and every later call
  with it answers `PINPOOL_CLOSED`.
 
  Requires:
@@ -422,6 +467,22 @@ int pinpool_alloc_aligned(const struct pinpool_t *pool,
                           size_t len,
                           size_t alignment,
                           struct pinpool_buf_t *buf);
+
+/*
+ Allocates a buffer of `len` bytes, and waits up to `timeout_ns` nanoseconds until there is one; 0 does not
+ wait, and `UINT64_MAX` waits for ever.
+
+ First come, first served: whoever frees, on whichever thread, wakes the first in line; nobody is passed
+ by more than 64 that came later. `PINPOOL_TIMEOUT` says that nothing large enough came free, with the
+ books in the message. `pinpool_close` must not be called while a call waits.
+
+ Requires:
+ As `pinpool_alloc`.
+ */
+int pinpool_alloc_wait(const struct pinpool_t *pool,
+                       size_t len,
+                       uint64_t timeout_ns,
+                       struct pinpool_buf_t *buf);
 
 /*
  Allocates up to `n` buffers of `len` bytes into `bufs`, and writes to `*got` how many there were. It is
@@ -464,6 +525,32 @@ int pinpool_free_many(const struct pinpool_t *pool, const struct pinpool_buf_t *
  `pool` is null or came from `pinpool_open`, `keys` is null or points to a place for keys.
  */
 int pinpool_keys(const struct pinpool_t *pool, const void *addr, struct pinpool_keys_t *keys);
+
+/*
+ Gives a buffer up for a token, to ride in a work request's `wr_id`, and writes it to `*token`. Until
+ `pinpool_from_token` takes it back, the buffer is out and nobody gets it; `pinpool_free` refuses its
+ address. The token's top bit is 0 and stays so: it is the caller's to use.
+
+ A token that is lost leaks its buffer; `in_flight` of the books counts it.
+
+ Requires:
+ `pool` is null or came from `pinpool_open`, `token` is null or points to a place for a number. Nobody but
+ this call gives up `addr`.
+ */
+int pinpool_into_token(const struct pinpool_t *pool, void *addr, uint64_t *token);
+
+/*
+ Takes back the buffer that `pinpool_into_token` gave up, once, on any thread: at the completion that carries
+ the token. `buf->len` is the length of the whole block, which is at least what was asked for.
+
+ Any number may be passed, and is checked: `PINPOOL_TOKEN_STALE` for one that was used before,
+ `PINPOOL_TOKEN_FOREIGN` for another pool's, `PINPOOL_TOKEN_INVALID` for one that no buffer of this pool can
+ have; nothing is then changed. Of several calls with one token exactly one succeeds.
+
+ Requires:
+ `pool` is null or came from `pinpool_open`, `buf` is null or points to a place for a buffer.
+ */
+int pinpool_from_token(const struct pinpool_t *pool, uint64_t token, struct pinpool_buf_t *buf);
 
 /*
  Sums up where the pool's bytes are. Takes locks, and sends every thread through its slow path once.

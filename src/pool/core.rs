@@ -193,7 +193,7 @@ impl Core {
 
     /// Whether this is a forked child of the process that built the pool, as far as a fork handler can
     /// tell: a child made by the bare system call goes unnoticed until it closes the pool.
-    pub(super) fn foreign(&self) -> bool {
+    pub(crate) fn foreign(&self) -> bool {
         fork::generation() != self.generation
     }
 

@@ -4,6 +4,7 @@ use std::{
     alloc::Layout,
     ffi::{c_int, c_void},
     slice,
+    time::Duration,
 };
 
 use super::{
@@ -61,6 +62,13 @@ pub(super) fn give(buf: Buf) -> pinpool_buf_t {
 pub(super) fn take(pool: &Pool, addr: *mut c_void) -> Result<Buf, c_int> {
     // SAFETY: the caller says that it has stopped using the bytes (contract of each entry).
     unsafe { pool.from_raw(addr.cast()) }.map_err(|e| fail(code_of_free(&e), e))
+}
+
+/// Frees a buffer for C.
+#[inline(always)]
+fn release(pool: &Pool, addr: *mut c_void) -> Result<(), c_int> {
+    // SAFETY: the caller says that it has stopped using the bytes (contract of each entry).
+    unsafe { pool.free_raw(addr.cast()) }.map_err(|e| fail(code_of_free(&e), e))
 }
 
 /// Allocates a buffer of `len` bytes, aligned to 64, to whole pages if its block is a multiple of 4 KiB.
@@ -138,6 +146,47 @@ pub unsafe extern "C" fn pinpool_alloc_aligned(
     })
 }
 
+/// Allocates a buffer of `len` bytes, and waits up to `timeout_ns` nanoseconds until there is one; 0 does not
+/// wait, and `UINT64_MAX` waits for ever.
+///
+/// First come, first served: whoever frees, on whichever thread, wakes the first in line; nobody is passed
+/// by more than 64 that came later. `PINPOOL_TIMEOUT` says that nothing large enough came free, with the
+/// books in the message. `pinpool_close` must not be called while a call waits.
+///
+/// # Safety
+/// As `pinpool_alloc`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pinpool_alloc_wait(
+    pool: *const pinpool_t,
+    len: usize,
+    timeout_ns: u64,
+    buf: *mut pinpool_buf_t,
+) -> c_int {
+    guarded(|| {
+        // SAFETY: passed on.
+        let pool = match unsafe { pinpool_t::get(pool) } {
+            Ok(pool) => pool,
+            Err(code) => return code,
+        };
+        if buf.is_null() {
+            return null("the place for the buffer");
+        }
+        // What the clock cannot count to is for ever.
+        let timeout = match timeout_ns {
+            u64::MAX => Duration::MAX,
+            ns => Duration::from_nanos(ns),
+        };
+        match pool.alloc_wait(len, timeout) {
+            Ok(got) => {
+                // SAFETY: not null, and so a place of the caller's (contract).
+                unsafe { buf.write(give(got)) };
+                PINPOOL_OK as c_int
+            }
+            Err(e) => fail(code_of_alloc(&e), e),
+        }
+    })
+}
+
 /// Allocates up to `n` buffers of `len` bytes into `bufs`, and writes to `*got` how many there were. It is
 /// an error only if not even one could be had.
 ///
@@ -197,11 +246,8 @@ pub unsafe extern "C" fn pinpool_free(pool: *const pinpool_t, addr: *mut c_void)
             Ok(pool) => pool,
             Err(code) => return code,
         };
-        match take(pool, addr) {
-            Ok(buf) => {
-                drop(buf);
-                PINPOOL_OK as c_int
-            }
+        match release(pool, addr) {
+            Ok(()) => PINPOOL_OK as c_int,
             Err(code) => code,
         }
     })
@@ -232,8 +278,8 @@ pub unsafe extern "C" fn pinpool_free_many(
         let mut first = PINPOOL_OK as c_int;
         // SAFETY: `n` buffers, not null (contract).
         for buf in unsafe { slice::from_raw_parts(bufs, n) } {
-            match take(pool, buf.addr) {
-                Ok(buf) => drop(buf),
+            match release(pool, buf.addr) {
+                Ok(()) => {}
                 Err(code) if first == PINPOOL_OK as c_int => first = code,
                 Err(_) => {}
             }

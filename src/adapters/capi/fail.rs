@@ -8,7 +8,7 @@ use std::{
     ptr,
 };
 
-use crate::error::{AllocError, BuildError, CloseError, DeviceError, FreeError};
+use crate::error::{AllocError, BuildError, CloseError, DeviceError, FreeError, TokenError};
 
 /// What every call answers: 0, or why not.
 #[repr(C)]
@@ -48,6 +48,14 @@ pub enum pinpool_status {
     PINPOOL_TRUNCATED = 15,
     /// A fault of pinpool's own; please report it.
     PINPOOL_INTERNAL = 16,
+    /// Nothing large enough came free in time.
+    PINPOOL_TIMEOUT = 17,
+    /// The token's flight is over: taken back already, or never begun.
+    PINPOOL_TOKEN_STALE = 18,
+    /// The token is another pool's, or made up.
+    PINPOOL_TOKEN_FOREIGN = 19,
+    /// The token names no buffer that this pool can have: made up, or damaged on its way.
+    PINPOOL_TOKEN_INVALID = 20,
 }
 
 pub(super) use pinpool_status::*;
@@ -93,9 +101,11 @@ pub(super) fn guarded(f: impl FnOnce() -> c_int) -> c_int {
 pub(super) fn code_of_build(e: &BuildError) -> pinpool_status {
     match e {
         BuildError::NoDevice => PINPOOL_NO_DEVICE,
-        BuildError::ZeroCapacity | BuildError::ArenaSize { .. } | BuildError::Access { .. } => {
-            PINPOOL_INVALID
-        }
+        BuildError::ZeroCapacity
+        | BuildError::ArenaSize { .. }
+        | BuildError::Access { .. }
+        | BuildError::MaxCapacity { .. }
+        | BuildError::Watermark { .. } => PINPOOL_INVALID,
         BuildError::CapacityTooLarge { .. } => PINPOOL_TOO_LARGE,
         BuildError::Register { .. } => PINPOOL_DEVICE,
         _ => PINPOOL_SETUP,
@@ -115,6 +125,7 @@ pub(super) fn code_of_alloc(e: &AllocError) -> pinpool_status {
         AllocError::TooLarge { .. } | AllocError::Alignment { .. } => PINPOOL_TOO_LARGE,
         AllocError::ForeignProcess { .. } => PINPOOL_FORKED,
         AllocError::Exhausted(_) => PINPOOL_EXHAUSTED,
+        AllocError::TimedOut { .. } => PINPOOL_TIMEOUT,
         _ => PINPOOL_INVALID,
     }
 }
@@ -125,6 +136,16 @@ pub(super) fn code_of_free(e: &FreeError) -> pinpool_status {
         FreeError::Foreign { .. } => PINPOOL_FOREIGN,
         FreeError::Interior { .. } => PINPOOL_INTERIOR,
         FreeError::NotOut { .. } => PINPOOL_NOT_OUT,
+    }
+}
+
+pub(super) fn code_of_token(e: &TokenError) -> pinpool_status {
+    match e {
+        // A posted request's token cannot come from C, which has no such requests.
+        TokenError::NotInFlight { .. } | TokenError::Posted { .. } => PINPOOL_TOKEN_STALE,
+        TokenError::OtherPool { .. } => PINPOOL_TOKEN_FOREIGN,
+        TokenError::Invalid { .. } => PINPOOL_TOKEN_INVALID,
+        TokenError::ForeignProcess { .. } => PINPOOL_FORKED,
     }
 }
 
@@ -190,6 +211,10 @@ pub extern "C" fn pinpool_status_name(status: c_int) -> *const c_char {
         14 => c"PINPOOL_LEAKED",
         15 => c"PINPOOL_TRUNCATED",
         16 => c"PINPOOL_INTERNAL",
+        17 => c"PINPOOL_TIMEOUT",
+        18 => c"PINPOOL_TOKEN_STALE",
+        19 => c"PINPOOL_TOKEN_FOREIGN",
+        20 => c"PINPOOL_TOKEN_INVALID",
         _ => c"unknown",
     };
     name.as_ptr()

@@ -12,5 +12,6 @@ mod fail;
 mod options;
 mod pool;
 mod report;
+mod token;
 
-pub use self::{buffer::*, fail::*, options::*, pool::*, report::*};
+pub use self::{buffer::*, fail::*, options::*, pool::*, report::*, token::*};

@@ -95,6 +95,11 @@ pub struct pinpool_options_t {
     pub numa: c_int,
     /// Whether to spread block starts over cache sets (0 or 1).
     pub colouring: c_int,
+    /// Bytes that the pool may grow to, an arena at a time, on a thread of its own; 0 for `capacity`: it never
+    /// grows.
+    pub max_capacity: usize,
+    /// Bytes left, not counting those in buffers, below which it grows; 0 for an eighth of `capacity`.
+    pub low_watermark: usize,
 }
 
 /// Fills a struct with the defaults. Null is ignored.
@@ -115,6 +120,8 @@ pub unsafe extern "C" fn pinpool_options_init(options: *mut pinpool_options_t) {
         pages: PINPOOL_PAGES_PREFER_2M,
         numa: PINPOOL_NUMA_OF_DEVICE,
         colouring: 0,
+        max_capacity: 0,
+        low_watermark: 0,
     };
     if !options.is_null() {
         // SAFETY: not null, and so a struct of the caller's (contract).
@@ -132,6 +139,8 @@ pub(super) struct Wanted {
     pub(super) pages: Pages,
     pub(super) numa: Numa,
     colouring: bool,
+    max_capacity: Option<usize>,
+    low_watermark: Option<usize>,
 }
 
 impl Wanted {
@@ -197,13 +206,15 @@ impl Wanted {
             pages,
             numa,
             colouring: o.colouring != 0,
+            max_capacity: (o.max_capacity != 0).then_some(o.max_capacity),
+            low_watermark: (o.low_watermark != 0).then_some(o.low_watermark),
             // SAFETY: passed on.
             device: unsafe { device(&o) }?,
         })
     }
 
     pub(super) fn builder(self) -> Builder {
-        let builder = Pool::builder()
+        let mut builder = Pool::builder()
             .device(self.device)
             .access(self.access)
             .optional_access(self.optional)
@@ -211,10 +222,16 @@ impl Wanted {
             .pages(self.pages)
             .numa(self.numa)
             .colouring(self.colouring);
-        match self.arena_size {
-            Some(bytes) => builder.arena_size(bytes),
-            None => builder,
+        if let Some(bytes) = self.arena_size {
+            builder = builder.arena_size(bytes);
         }
+        if let Some(bytes) = self.max_capacity {
+            builder = builder.max_capacity(bytes);
+        }
+        if let Some(bytes) = self.low_watermark {
+            builder = builder.low_watermark(bytes);
+        }
+        builder
     }
 }
 

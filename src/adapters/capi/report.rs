@@ -42,6 +42,16 @@ pub struct pinpool_stats_t {
     pub memlock_limit: u64,
     /// Bytes of the allocator's own tables, all outside registered memory.
     pub table_bytes: usize,
+    /// Bytes that the pool may grow to.
+    pub max_capacity: usize,
+    /// How many of the buffers that are out are out as tokens.
+    pub in_flight: usize,
+    /// How many calls wait for memory now.
+    pub waiting: usize,
+    /// How many have waited or do, over the pool's life.
+    pub waits: u64,
+    /// How long those that wait no longer did, together, in nanoseconds.
+    pub wait_time_ns: u64,
 }
 
 /// Sums up where the pool's bytes are. Takes locks, and sends every thread through its slow path once.
@@ -86,6 +96,11 @@ pub unsafe extern "C" fn pinpool_stats(
             pinned: s.pinned,
             memlock_limit: s.memlock_limit.unwrap_or(u64::MAX),
             table_bytes: s.table_bytes,
+            max_capacity: s.max_capacity,
+            in_flight: s.in_flight,
+            waiting: s.waiting,
+            waits: s.waits,
+            wait_time_ns: u64::try_from(s.wait_time.as_nanos()).unwrap_or(u64::MAX),
         };
         // SAFETY: not null, and of this version, by its size.
         unsafe { stats.write(found) };
