@@ -78,6 +78,9 @@ mod depot;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod mark;
+#[cfg(not(loom))]
+mod outs;
 mod record;
 mod stack;
 #[cfg(not(loom))]

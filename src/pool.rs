@@ -202,11 +202,11 @@ impl<R> Pool<R> {
     /// # Safety
     /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
     #[allow(clippy::wrong_self_convention)] // The pool is not the pointer's target but its source.
+    #[inline]
     pub unsafe fn from_raw(&self, ptr: *mut u8) -> Result<Buf<R>, FreeError> {
-        let core = self.core();
-        let (entry, class) = core.slabs.clear_out(ptr as usize)?;
-        let len = core.slabs.block_len(entry.ptr, class);
-        Ok(Buf::new(self.inner, entry, len, Place::of(class)))
+        let (entry, place) = self.core().take_raw(ptr)?;
+        let len = self.core().slabs.block_len(entry.ptr, place.class());
+        Ok(Buf::new(self.inner, entry, len, place))
     }
 
     /// Frees what [`Buf::into_raw`] gave up.
@@ -216,9 +216,12 @@ impl<R> Pool<R> {
     ///
     /// # Safety
     /// As [`from_raw`](Pool::from_raw).
+    #[inline]
     pub unsafe fn free_raw(&self, ptr: *mut u8) -> Result<(), FreeError> {
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.from_raw(ptr) }.map(drop)
+        let (entry, place) = self.core().take_raw(ptr)?;
+        // Its length is not asked for: that would be a look-up.
+        drop(Buf::<R>::new(self.inner, entry, 0, place));
+        Ok(())
     }
 
     /// Sums up where the pool's bytes are.
@@ -230,7 +233,7 @@ impl<R> Pool<R> {
         let mut stats = self.core().stats();
         self.core().each_flight(|_| stats.in_flight += 1);
         if !self.core().foreign() {
-            stats.table_bytes += self.core().tokens.table_bytes();
+            stats.table_bytes += self.core().tokens.table_bytes() + self.core().outs.table_bytes();
         }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);

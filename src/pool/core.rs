@@ -26,13 +26,14 @@ use crate::{
     bell::Bell,
     config::Plan,
     depot::{Depot, Limits},
-    error::BuildError,
-    magazine::Local,
+    error::{BuildError, FreeError},
+    magazine::{Local, Place},
+    outs::Outs,
     page_map::PageMap,
     published::RailTable,
     reentry::{self, Mutex, MutexGuard},
     size_class::PAGE,
-    slab::Slabs,
+    slab::{Entry, Slabs},
     sync::asymmetric_barrier_available,
     sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
@@ -66,6 +67,7 @@ pub(crate) struct Core {
     pub(super) generation: u32,
     pub(super) process: u32,
     pub(crate) tokens: Tokens,
+    pub(crate) outs: Outs,
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
     pub(super) posts: Posts,
@@ -111,6 +113,7 @@ impl Core {
         let map = table().and_then(|()| map()).map_err(tables)?;
         let ranges = arenas.standing().map(|a| (a.offset, a.len));
         let tokens = table().and_then(|()| Tokens::new(&map)).map_err(tables)?;
+        let outs = Outs::new(&map).map_err(tables)?;
         let slabs = table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell));
         let slabs = slabs.map_err(tables)?;
         let slot = Slot::take();
@@ -129,6 +132,7 @@ impl Core {
             generation: fork::generation(),
             process: limits::process_id(),
             tokens,
+            outs,
             slabs,
             posts: Posts::default(),
             waiters: Waiters::new(),
@@ -206,5 +210,17 @@ impl Core {
     #[inline(always)]
     pub(crate) fn wire_addr(&self, ptr: NonNull<u8>) -> u64 {
         (ptr.as_ptr() as u64).wrapping_sub(self.wire_base) & self.wire_mask
+    }
+
+    /// Takes back a block that is out as a bare address.
+    #[inline(always)]
+    pub(super) fn take_raw(&self, ptr: *mut u8) -> Result<(Entry, Place), FreeError> {
+        // An address that has a mark is not null.
+        match (self.outs.clear(ptr as usize), NonNull::new(ptr)) {
+            (Some(place), Some(ptr)) => {
+                Ok((Entry { ptr, keys: self.slabs.map().keys_at(ptr) }, place))
+            }
+            _ => Err(self.slabs.refusal(ptr as usize)),
+        }
     }
 }
