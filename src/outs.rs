@@ -159,3 +159,39 @@ impl Outs {
         self.near.resident_bytes() + self.far.resident_bytes() + marks.sum::<usize>()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::size_class;
+
+    const BASE: usize = 1 << 40;
+    const LEN: usize = 5 << 20;
+
+    #[test]
+    fn each_address_has_a_mark_of_its_own() {
+        let outs = Outs::new(&PageMap::new(BASE, LEN, 20).expect("map")).expect("tables");
+        let block = |offset| NonNull::new((BASE + offset) as *mut u8).expect("not null");
+        // Page starts, and blocks inside pages, on both sides of the parts' ends.
+        let offsets: Vec<_> = [0, 2 << 20, 4 << 20, LEN - PAGE]
+            .into_iter()
+            .flat_map(|at| [at, at + 64, at + PAGE - 64])
+            .chain([(2 << 20) - 64, PAGE])
+            .collect();
+        let class = |i: usize| i % size_class::CLASSES;
+        for (i, &offset) in offsets.iter().enumerate() {
+            assert!(outs.clear(BASE + offset).is_none(), "{offset:#x} before");
+            outs.set(block(offset), Place::of(class(i)));
+        }
+        for wrong in
+            [0, 1, BASE - 1, BASE - 64, BASE + 1, BASE + 65, BASE + 128, BASE + LEN, usize::MAX]
+        {
+            assert!(outs.clear(wrong).is_none(), "{wrong:#x}");
+        }
+        for (i, &offset) in offsets.iter().enumerate() {
+            let place = outs.clear(BASE + offset).map(Place::class);
+            assert_eq!(place, Some(class(i)), "{offset:#x}");
+            assert!(outs.clear(BASE + offset).is_none(), "{offset:#x} twice");
+        }
+    }
+}

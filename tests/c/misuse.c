@@ -273,8 +273,11 @@ static void threads(void) {
     race.pool = open_soft(16 << 20);
     pthread_t ids[THREADS];
     size_t got;
-    ANSWERS(pinpool_alloc_many(race.pool, 4096, race.bufs, SHARED, &got), PINPOOL_OK);
-    CHECK(got == SHARED && pthread_barrier_init(&race.barrier, NULL, THREADS) == 0);
+    /* Blocks of whole pages, and some that share pages. */
+    ANSWERS(pinpool_alloc_many(race.pool, 4096, race.bufs, SHARED / 2, &got), PINPOOL_OK);
+    CHECK(got == SHARED / 2);
+    ANSWERS(pinpool_alloc_many(race.pool, 100, race.bufs + SHARED / 2, SHARED / 2, &got), PINPOOL_OK);
+    CHECK(got == SHARED / 2 && pthread_barrier_init(&race.barrier, NULL, THREADS) == 0);
     for (intptr_t i = 0; i < THREADS; i++) CHECK(pthread_create(&ids[i], NULL, racer, (void *)i) == 0);
     int freed = 0;
     for (int i = 0; i < THREADS; i++) {
