@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "problem", "reentry", "sync", "size_class", "config", "reach", "bell"},
+    {"access", "error", "lock", "problem", "reentry", "sync", "size_class", "config", "reach", "bell"},
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "published", "slab"},

@@ -95,7 +95,7 @@ unsafe impl GlobalAlloc for Choice {
 static CHOICE: Choice = Choice;
 
 const BYTES: usize = 100 << 20;
-const ROUNDS: usize = 7;
+const ROUNDS: usize = 5;
 
 /// One record; lengths of strings and lists vary without a pattern that repeats soon.
 fn record(i: usize, to: &mut String) {

@@ -32,6 +32,10 @@
 //! `rdma-sys` (default) and `rdma-mummy-sys` bring verbs devices, by two bindings; without either there
 //! is the software device alone. `fault` adds registering and mapping that fail on demand, `loopback` connected
 //! queue pairs on one device, `cli` the `pinpool` program.
+//!
+//! For code that knows nothing of RDMA: `allocator-api2` (or `nightly`) makes a pool the allocator of
+//! collections, `global` brings a global allocator that serves from a pool, `bytes` and `codec` hand buffers out
+//! as `bytes::Bytes` and read messages into them over tokio, `bytemuck` views them as plain old data.
 
 // Layers, lowest first: each file uses only its own or lower ones.
 
@@ -43,6 +47,7 @@ mod bell;
 mod config;
 #[cfg(not(loom))]
 mod error;
+mod lock;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
@@ -163,7 +168,7 @@ pub use crate::{
     stats::{ClassStats, Stats},
 };
 
-/// The examples of the README, compiled and run.
-#[cfg(all(doctest, not(loom)))]
+/// The examples of the README, compiled and run; some open verbs devices.
+#[cfg(all(doctest, not(loom), any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 #[doc = include_str!("../README.md")]
 struct Readme;

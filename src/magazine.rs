@@ -22,7 +22,7 @@ use std::{
 use crate::{
     depot::{Depot, Magazine},
     gate::{Gate, revoke_all},
-    reentry::{Mutex, MutexGuard},
+    lock::{Mutex, MutexGuard},
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
     sync::{in_register, unlikely},

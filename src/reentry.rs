@@ -1,16 +1,11 @@
 //! Which allocations are the pool's own: those that its slow paths make for their tables. A pool whose
 //! memory is the process's heap must not serve them from itself, in the middle of changing itself.
 //!
-//! Every lock of the pool's tables is of the kind defined here, and holding one (or waiting for one, for
-//! the lock's own slow path allocates too) marks the thread. [`inside`] tells; the global allocator asks,
+//! Whatever changes tables marks its thread meanwhile: every lock of theirs does (`lock.rs`), and what makes
+//! them in the first place. [`inside`] tells; the global allocator asks,
 //! and turns to the allocator that it wraps. So the tables of a pool never lie in a pool.
 
-use std::{
-    cell::Cell,
-    marker::PhantomData,
-    ops::{Deref, DerefMut},
-    ptr,
-};
+use std::{cell::Cell, marker::PhantomData, ptr};
 
 thread_local! {
     // Without a destructor, so that they work at any time in a thread's life.
@@ -89,49 +84,6 @@ fn run_later() {
     }
 }
 
-/// A lock that marks the thread that waits for it or holds it.
-pub(crate) struct Mutex<T>(parking_lot::Mutex<T>);
-
-/// The right to what a [`Mutex`] protects.
-pub(crate) struct MutexGuard<'a, T> {
-    // Dropped first: releasing is still inside.
-    guard: parking_lot::MutexGuard<'a, T>,
-    _mark: Mark,
-}
-
-impl<T> Mutex<T> {
-    pub(crate) const fn new(value: T) -> Self {
-        Self(parking_lot::Mutex::new(value))
-    }
-
-    #[inline]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        let mark = enter();
-        MutexGuard { guard: self.0.lock(), _mark: mark }
-    }
-
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        let mark = enter();
-        Some(MutexGuard { guard: self.0.try_lock()?, _mark: mark })
-    }
-}
-
-impl<T> Deref for MutexGuard<'_, T> {
-    type Target = T;
-
-    #[inline]
-    fn deref(&self) -> &T {
-        &self.guard
-    }
-}
-
-impl<T> DerefMut for MutexGuard<'_, T> {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut T {
-        &mut self.guard
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -165,23 +117,5 @@ mod tests {
         assert_eq!(ran.get(), 3);
         drop(enter());
         assert_eq!(ran.get(), 3);
-    }
-
-    #[test]
-    fn a_thread_is_marked_exactly_while_it_holds_a_lock() {
-        let (a, b) = (Mutex::new(1), Mutex::new(2));
-        assert!(!inside());
-        let first = a.lock();
-        let second = b.lock();
-        assert!(inside());
-        assert!(a.try_lock().is_none() && inside(), "a lock that was not had leaves no mark");
-        drop(first);
-        assert!(inside());
-        drop(second);
-        assert!(!inside());
-        std::thread::scope(|s| {
-            let _held = a.lock();
-            s.spawn(|| assert!(!inside(), "marks are a thread's own"));
-        });
     }
 }

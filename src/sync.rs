@@ -50,6 +50,48 @@ pub(crate) fn heavy_barrier() {
     atomic::fence(atomic::Ordering::SeqCst);
 }
 
+/// Where threads sleep until a word changes: the kernel's queue for that word, or loom's model of it.
+#[cfg(not(loom))]
+#[derive(Debug)]
+pub(crate) struct Sleepers;
+
+#[cfg(not(loom))]
+impl Sleepers {
+    /// Sleeps if the word has this value, until woken. The look and the falling asleep are one step to those
+    /// who wake. May return without either.
+    pub(crate) fn wait(&self, word: &atomic::AtomicU32, value: u32) {
+        crate::sys::futex::wait(word, value);
+    }
+
+    /// Wakes one of those that sleep for the word.
+    pub(crate) fn wake_one(&self, word: &atomic::AtomicU32) {
+        crate::sys::futex::wake_one(word);
+    }
+}
+
+#[cfg(loom)]
+#[derive(Debug)]
+pub(crate) struct Sleepers(loom::sync::Mutex<()>, loom::sync::Condvar);
+
+#[cfg(loom)]
+impl Sleepers {
+    pub(crate) fn new() -> Self {
+        Self(loom::sync::Mutex::new(()), loom::sync::Condvar::new())
+    }
+
+    pub(crate) fn wait(&self, word: &atomic::AtomicU32, value: u32) {
+        let queue = self.0.lock();
+        if word.load(atomic::Ordering::Relaxed) == value {
+            let _ = queue.and_then(|queue| self.1.wait(queue));
+        }
+    }
+
+    pub(crate) fn wake_one(&self, _: &atomic::AtomicU32) {
+        let _queue = self.0.lock();
+        self.1.notify_one();
+    }
+}
+
 /// Whether the kernel offers the heavy half. Registers the process for it on the first call.
 #[cfg(not(loom))]
 pub(crate) fn asymmetric_barrier_available() -> bool {

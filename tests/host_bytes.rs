@@ -279,8 +279,10 @@ fn views_are_checked() {
 
     // A block aligned to 64 alone, for a type that wants more.
     let held: Vec<Buf> = (0..4).map(|_| pool.alloc(192).unwrap()).collect();
-    let odd =
-        held.iter().find(|b| b.as_ptr() as usize % 128 != 0).expect("192 is no multiple of 128");
+    let odd = held
+        .iter()
+        .find(|b| !(b.as_ptr() as usize).is_multiple_of(128))
+        .expect("192 is no multiple of 128");
     let mut bytes = pool.alloc_typed::<Wide>(3).unwrap();
     bytes[2].0[127] = 1;
     assert_eq!((bytes.len(), bytes.as_ptr() as usize % 128), (3, 0));

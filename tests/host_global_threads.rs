@@ -10,13 +10,14 @@ use std::{
     cell::RefCell,
     process::Command,
     sync::{
-        Mutex, OnceLock,
+        OnceLock,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
     thread,
 };
 
 use common::soft;
+use parking_lot::Mutex;
 use pinpool::{PinnedAlloc, Pool};
 
 #[global_allocator]
@@ -66,6 +67,8 @@ fn a_thousand_threads_with_destructors_that_allocate() {
     let pool = pool();
     // Under a sanitizer or emulation, fewer at a time, as many in all.
     const AT_ONCE: usize = 100;
+    // A lock whose waiting threads are kept in a table, which is locked as a whole while it grows: that it is
+    // allocated from the pool meanwhile must not end in waiting for it.
     let left = Mutex::new(Vec::new());
     for _ in 0..1_000 / AT_ONCE {
         thread::scope(|s| {
@@ -82,7 +85,7 @@ fn a_thousand_threads_with_destructors_that_allocate() {
                             SECOND.with(|f| *f.borrow_mut() = Some(AtEnd(vec![7u8; 3000])));
                             let mine: Vec<Vec<u8>> =
                                 (0..20).map(|n| vec![i as u8; 64 << (n % 8)]).collect();
-                            left.lock().unwrap().extend(mine);
+                            left.lock().extend(mine);
                         })
                         .unwrap()
                 })
@@ -90,7 +93,7 @@ fn a_thousand_threads_with_destructors_that_allocate() {
             // Joined by hand, so that the sanitizers see it.
             threads.into_iter().for_each(|t| t.join().unwrap());
         });
-        let outlived = std::mem::take(&mut *left.lock().unwrap());
+        let outlived = std::mem::take(&mut *left.lock());
         assert_eq!(outlived.len(), 20 * AT_ONCE);
         assert!(outlived.iter().all(|v| v.iter().all(|b| *b == v[0]) && pinned(v)));
     }
@@ -103,7 +106,7 @@ static LATE: Mutex<Option<Vec<u8>>> = Mutex::new(None);
 
 extern "C" fn at_exit() {
     // After the main thread's thread-locals are gone.
-    let made = LATE.lock().unwrap().take().unwrap();
+    let made = LATE.lock().take().unwrap();
     assert!(pinned(&made) && made.iter().all(|&b| b == 5));
     let mut v = made.clone();
     drop(made);
@@ -120,7 +123,7 @@ extern "C" fn at_exit() {
 fn a_process_ends_with_memory_out_and_handlers_that_allocate() {
     if std::env::var_os("PINPOOL_ENDS").is_some() {
         pool();
-        *LATE.lock().unwrap() = Some(vec![5u8; 5000]);
+        *LATE.lock() = Some(vec![5u8; 5000]);
         FIRST.with(|f| *f.borrow_mut() = Some(AtEnd(vec![7u8; 3000])));
         // SAFETY: the handler is a function that does not unwind unless the test fails.
         assert_eq!(unsafe { libc::atexit(at_exit) }, 0);

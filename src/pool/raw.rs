@@ -91,7 +91,11 @@ impl PoolRef {
         let core = unsafe { self.core.as_ref() };
         // Every block is aligned to `MIN_BLOCK`.
         let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        let (entry, class) = core.alloc_slow(layout.size(), align)?;
+        let Some((entry, class)) = core.alloc_slow(layout.size(), align) else {
+            // Nobody is told why, but the grower should know.
+            core.grower.refused(layout.size());
+            return None;
+        };
         if is_odd(class, layout) {
             core.odd.fetch_add(1, Relaxed);
         }

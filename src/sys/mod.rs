@@ -2,6 +2,7 @@
 //! an owner that gives it back when dropped; no policy lives here.
 
 pub(crate) mod fork;
+pub(crate) mod futex;
 pub(crate) mod limits;
 pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
