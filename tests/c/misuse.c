@@ -324,7 +324,7 @@ static void tokens(void) {
     uint64_t number = 88172645463325252u;
     pinpool_buf_t buf;
     int seen[32] = {0};
-    for (int i = 0; i < 200000; i++) {
+    for (int i = 0; i < 20000; i++) {
         number ^= number << 13;
         number ^= number >> 7;
         number ^= number << 17;
