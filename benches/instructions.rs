@@ -33,8 +33,8 @@ const MANY: u64 = 18;
 /// A plain pair with a trip into a token and back in between, of which the bench itself takes three (the token
 /// and the length pass through memory).
 const TOKEN: u64 = PLAIN + 43;
-const RAW: u64 = 1000;
-const C: u64 = 1000;
+const RAW: u64 = 94;
+const C: u64 = 165;
 
 fn builder() -> Builder {
     Pool::builder()
