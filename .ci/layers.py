@@ -11,7 +11,7 @@ LAYERS = [
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "published", "slab"},
-    {"stack", "gate", "drought", "depot", "magazine", "thread", "stats", "record", "tokens", "waiters"},
+    {"stack", "gate", "drought", "depot", "magazine", "thread", "stats", "record", "tokens", "mark", "outs", "waiters"},
     {"pool", "buf", "local", "batch", "shared", "sg_list"},
     {"adapters", "doctor", "lease", "loopback"},
 ]

@@ -41,6 +41,8 @@ const MANY: u64 = 18;
 /// A plain pair with a trip into a token and back in between, of which the bench itself takes three (the token
 /// and the length pass through memory).
 const TOKEN: u64 = PLAIN + 43;
+const RAW: u64 = 94;
+const C: u64 = 165;
 
 fn builder() -> Builder {
     Pool::builder()
@@ -265,6 +267,65 @@ fn look(batch: &Batch) {
     }
 }
 
+// The raw pair: an address and back, with every wrong pointer detected.
+#[library_benchmark(config = gate(RAW), setup = pool)]
+fn raw(pool: Pool) -> Pool {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(black_box(4096)) else { return pool };
+        touch(&mut buf);
+        let ptr = buf.into_raw();
+        // SAFETY: nobody else knows the pointer.
+        let freed = unsafe { pool.free_raw(black_box(ptr.as_ptr())) };
+        black_box(freed.is_ok());
+    }
+    pool
+}
+
+// The same through the C interface, called as C does: nothing is inlined.
+use pinpool::capi::*;
+use std::ptr;
+
+type Alloc = unsafe extern "C" fn(*const pinpool_t, usize, *mut pinpool_buf_t) -> i32;
+type Free = unsafe extern "C" fn(*const pinpool_t, *mut std::ffi::c_void) -> i32;
+
+fn opened() -> *mut pinpool_t {
+    let mut pool = ptr::null_mut();
+    // SAFETY: the structs are plain data, and every pointer leads to one of them.
+    unsafe {
+        let mut o = std::mem::zeroed();
+        pinpool_options_init(&mut o);
+        (o.capacity, o.device, o.pages) = (64 << 20, c"soft".as_ptr(), PINPOOL_PAGES_BASE);
+        (o.access, o.numa) = (5, PINPOOL_NUMA_ANY);
+        assert_eq!(pinpool_open(&o, &mut pool), 0);
+        let mut buf = std::mem::zeroed();
+        assert_eq!(pinpool_alloc(pool, 4096, &mut buf), 0);
+        assert_eq!(pinpool_free(pool, buf.addr), 0);
+    }
+    pool
+}
+
+#[library_benchmark(config = gate(C), setup = opened)]
+fn c_pair(pool: *mut pinpool_t) -> *mut pinpool_t {
+    let (alloc, free) = black_box((pinpool_alloc as Alloc, pinpool_free as Free));
+    for _ in 0..PAIRS {
+        let mut buf = std::mem::MaybeUninit::<pinpool_buf_t>::uninit();
+        // SAFETY: the pool is open; the buffer is written before it is read, and freed once.
+        unsafe {
+            if alloc(pool, 4096, buf.as_mut_ptr()) != 0 {
+                return pool;
+            }
+            let buf = buf.assume_init();
+            *buf.addr.cast::<u8>() = 1;
+            black_box(buf.lkey);
+            black_box(buf.rkey);
+            if free(pool, buf.addr) != 0 {
+                return pool;
+            }
+        }
+    }
+    pool
+}
+
 fn gate(per_pair: u64) -> LibraryBenchmarkConfig {
     let mut config = LibraryBenchmarkConfig::default();
     let mut callgrind = Callgrind::default();
@@ -286,7 +347,9 @@ library_benchmark_group!(
         share_alloc,
         cross_thread,
         many,
-        token
+        token,
+        raw,
+        c_pair
     ]
 );
 main!(library_benchmark_groups = hot_path);

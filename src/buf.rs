@@ -154,9 +154,10 @@ impl<R> Buf<R> {
     ///
     /// [`Pool::from_raw`]: crate::Pool::from_raw
     /// [`Pool::free_raw`]: crate::Pool::free_raw
+    #[inline]
     pub fn into_raw(self) -> NonNull<u8> {
         let this = ManuallyDrop::new(self);
-        this.core().slabs.set_out(this.entry.ptr);
+        this.core().outs.set(this.entry.ptr, this.home.place());
         this.entry.ptr
     }
 

@@ -85,6 +85,9 @@ mod drought;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod mark;
+#[cfg(not(loom))]
+mod outs;
 mod record;
 mod stack;
 #[cfg(not(loom))]
@@ -131,6 +134,8 @@ mod loopback;
 
 #[cfg(not(loom))]
 pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "capi"))]
+pub use crate::adapters::capi;
 #[cfg(all(not(loom), feature = "codec"))]
 pub use crate::adapters::codec;
 #[cfg(all(not(loom), feature = "global"))]

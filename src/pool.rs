@@ -49,7 +49,6 @@ use crate::{
     config::{Builder, Plan},
     error::{AllocError, BuildError, CloseError, FreeError},
     local::LocalPool,
-    magazine::Place,
     reach::{Any, OneDevice, Reach},
     size_class::MIN_BLOCK,
     stats::Stats,
@@ -211,20 +210,36 @@ impl<R> Pool<R> {
     ///
     /// # Safety
     /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
+    #[inline]
     pub unsafe fn free_raw(&self, ptr: *mut u8) -> Result<(), FreeError> {
-        self.take_back::<Any>(ptr).map(drop)
+        let core = self.home_of(ptr as usize);
+        let (entry, place) = core.take_raw(ptr)?;
+        // Its length is not asked for: that would be a look-up.
+        drop(Buf::<Any>::new(core.reference(), entry, 0, place));
+        Ok(())
     }
 
     fn take_back<S: Reach>(&self, ptr: *mut u8) -> Result<Buf<S>, FreeError> {
         let addr = ptr as usize;
-        // An address of none is judged by this handle's class, which says why.
-        let core = self.heaps().heap_at(addr).unwrap_or(self.core());
+        let core = self.home_of(addr);
         if addr != 0 && S::REMOTE.is_some_and(|remote| remote != core.remote) {
             return Err(FreeError::OtherReach { addr, remote: core.remote });
         }
-        let (entry, class) = core.slabs.clear_out(addr)?;
-        let len = core.slabs.block_len(entry.ptr, class);
-        Ok(Buf::new(core.reference(), entry, len, Place::of(class)))
+        let (entry, place) = core.take_raw(ptr)?;
+        let len = core.slabs.block_len(entry.ptr, place.class());
+        Ok(Buf::new(core.reference(), entry, len, place))
+    }
+
+    /// The heap that a block at this address is of. An address of none is judged by this handle's class, which
+    /// says why.
+    #[inline]
+    fn home_of(&self, addr: usize) -> &Core {
+        let own = self.core();
+        let alone = own.reserved == 0 && own.beyond.is_none();
+        if alone && own.slabs.map().page_of(addr).is_some() {
+            return own;
+        }
+        self.heaps().heap_at(addr).unwrap_or(own)
     }
 
     /// Sums up where the pool's bytes are.
@@ -236,7 +251,7 @@ impl<R> Pool<R> {
         let mut stats = self.heaps().stats();
         for core in self.heaps().iter().filter(|core| !core.foreign()) {
             core.each_flight(|_| stats.in_flight += 1);
-            stats.table_bytes += core.tokens.table_bytes();
+            stats.table_bytes += core.tokens.table_bytes() + core.outs.table_bytes();
         }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
@@ -272,6 +287,12 @@ impl<R> Pool<R> {
     /// The rights that the arenas of this handle's class, the default one for most, were registered with.
     pub fn access(&self) -> Access {
         self.core().access
+    }
+
+    /// Whether this process is a forked child of the one that built the pool, in which every use of it is
+    /// an error.
+    pub fn is_foreign(&self) -> bool {
+        self.core().foreign_process()
     }
 
     /// Closes the pool and says how that went, which dropping the handle cannot.

@@ -22,10 +22,7 @@ use crate::{
     lock::{Mutex, MutexGuard},
     page_map::{PageEntry, PageMap},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
-    sync::atomic::{
-        AtomicU32, AtomicU64, AtomicUsize,
-        Ordering::{AcqRel, Relaxed},
-    },
+    sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
     sys::mmap::{Zeroable, ZeroedTable},
 };
 
@@ -43,8 +40,8 @@ unsafe impl Send for Entry {}
 
 const WORDS: usize = size_class::MAX_SLAB_BLOCKS / 64;
 
-/// The side table of one slab. Written under the lock, but for `out`; everything is atomic because raw
-/// frees read it without the lock, with pointers that may be wrong.
+/// The side table of one slab. Written under the lock; everything is atomic because wrong raw
+/// frees read it without the lock, to say what is wrong.
 #[repr(C, align(64))]
 struct Slab {
     first: AtomicU32,
@@ -54,9 +51,6 @@ struct Slab {
     free: AtomicU32,
     /// One bit a block: in the slab.
     free_map: [AtomicU64; WORDS],
-    /// One bit a block: out as a raw pointer or a token. Set and cleared by atomic swaps, so that of
-    /// two frees of one pointer exactly one finds it set.
-    out: [AtomicU64; WORDS],
 }
 
 // SAFETY: a struct of atomics only, and zero is a valid value of each.
@@ -361,38 +355,15 @@ impl Slabs {
         table.iter().map(run).filter(|&(_, pages)| pages > 0).collect()
     }
 
-    /// Marks a block, which the caller owns, as out as a raw pointer.
-    pub(crate) fn set_out(&self, ptr: NonNull<u8>) {
-        if let Ok((slab, block, _)) = self.locate(ptr.as_ptr() as usize) {
-            slab.out[block / 64].fetch_or(1 << (block % 64), AcqRel);
-        }
+    /// Why an address that is not out as a raw pointer was not taken back. Any number may be passed.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn refusal(&self, addr: usize) -> FreeError {
+        self.judge(addr).unwrap_or_else(|e| e)
     }
 
-    /// Takes back a pointer that is out as a raw one: its block and class. Exactly one of several
-    /// callers with the same pointer succeeds. Any number may be passed.
-    pub(crate) fn clear_out(&self, addr: usize) -> Result<(Entry, usize), FreeError> {
-        let (slab, block, class) = self.locate(addr)?;
-        let bit = 1 << (block % 64);
-        // Pairs with `set_out`: what the setter did with the block happened before.
-        if slab.out[block / 64].fetch_and(!bit, AcqRel) & bit == 0 {
-            return Err(FreeError::NotOut { addr });
-        }
-        // A pointer that is not out may meet a slab number that is just being used again: then the look-up
-        // mixed two slabs, and the bit is somebody else's. A block that is out keeps its slab as it is, so
-        // for a pointer that is out the second look-up finds what the first did.
-        match self.locate(addr) {
-            Ok((again, b, c)) if std::ptr::eq(again, slab) && (b, c) == (block, class) => {
-                Ok((self.entry(addr), class))
-            }
-            _ => {
-                slab.out[block / 64].fetch_or(bit, AcqRel);
-                Err(FreeError::NotOut { addr })
-            }
-        }
-    }
-
-    /// The slab, block number and class at an address, if a block starts there.
-    fn locate(&self, addr: usize) -> Result<(&Slab, usize, usize), FreeError> {
+    /// Either way an error; in two kinds so that `?` ends the look-up.
+    fn judge(&self, addr: usize) -> Result<FreeError, FreeError> {
         if addr == 0 {
             return Err(FreeError::Null);
         }
@@ -412,7 +383,7 @@ impl Slabs {
         let block = offset / stride;
         match offset % stride {
             _ if block >= slab.blocks.load(Relaxed) as usize => Err(FreeError::NotOut { addr }),
-            0 => Ok((slab, block.min(size_class::MAX_SLAB_BLOCKS - 1), class)),
+            0 => Ok(FreeError::NotOut { addr }),
             offset => Err(FreeError::Interior { addr, offset, block: stride }),
         }
     }
@@ -737,24 +708,18 @@ mod tests {
     }
 
     #[test]
-    fn raw_frees_tell_wrong_pointers() {
+    fn wrong_pointers_are_told() {
         let s = slabs();
         let e = take(&s, size_class::class_of(4096), 1)[0];
         let addr = e.ptr.as_ptr() as usize;
-        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }));
-        s.set_out(e.ptr);
-        let offset = 64;
-        assert_eq!(
-            s.clear_out(addr + 64),
-            Err(FreeError::Interior { addr: addr + 64, offset, block: 4096 })
-        );
-        assert_eq!(s.clear_out(addr).map(|(e, _)| e), Ok(e));
-        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }), "twice");
-        assert_eq!(s.clear_out(0), Err(FreeError::Null));
-        assert!(matches!(s.clear_out(BASE - 1), Err(FreeError::Foreign { .. })));
-        assert!(matches!(s.clear_out(BASE + (2 << 20)), Err(FreeError::Foreign { .. })));
+        assert_eq!(s.refusal(addr), FreeError::NotOut { addr });
+        let inside = FreeError::Interior { addr: addr + 64, offset: 64, block: 4096 };
+        assert_eq!(s.refusal(addr + 64), inside);
+        assert_eq!(s.refusal(0), FreeError::Null);
+        assert!(matches!(s.refusal(BASE - 1), FreeError::Foreign { .. }));
+        assert!(matches!(s.refusal(BASE + (2 << 20)), FreeError::Foreign { .. }));
         let _ = s.give([e.ptr].into_iter());
-        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }), "stale");
+        assert_eq!(s.refusal(addr), FreeError::NotOut { addr }, "stale");
     }
 
     #[test]

@@ -134,7 +134,7 @@ fn b36_mapping_faulting_in_and_registering_are_timed_apart() {
 
 #[test]
 fn the_growth_bench_has_a_row_for_each_number_of_threads() {
-    let args = ["bench", "growth", "--soft", "--capacity", "16M", "--max-capacity", "96M"];
+    let args = ["bench", "growth", "--soft", "--capacity", "16M", "--max-capacity", "256M"];
     let more = ["--arena", "16M", "--reps", "2", "--threads", "1,3"];
     let left = run(&[&args[..], &more, &["--json"]].concat());
     assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
@@ -146,13 +146,13 @@ fn the_growth_bench_has_a_row_for_each_number_of_threads() {
         let first = ["threads", "quiet_p999_ns", "growing_p999_ns", "ratio"];
         assert_eq!(cli::keys(row)[..4], first);
         let number = |k: &str| row[k].as_f64().expect("a number");
-        assert_eq!((row["threads"].as_u64(), row["growths"].as_u64()), (Some(threads), Some(10)));
+        assert_eq!((row["threads"].as_u64(), row["growths"].as_u64()), (Some(threads), Some(30)));
         let ratio = number("growing_p999_ns") / number("quiet_p999_ns");
         assert!((number("ratio") - ratio).abs() < 0.05 * ratio + 0.01, "{row}");
     }
     let left = run(&[&args[..], &more].concat());
     assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
-    assert!(left.stdout.contains("16 MiB growing to 96 MiB by 16 MiB"), "{}", left.stdout);
+    assert!(left.stdout.contains("16 MiB growing to 256 MiB by 16 MiB"), "{}", left.stdout);
 }
 
 #[test]

@@ -5,6 +5,8 @@
 mod allocator;
 #[cfg(feature = "bytes")]
 mod bytes;
+#[cfg(feature = "capi")]
+pub mod capi;
 #[cfg(feature = "codec")]
 pub mod codec;
 #[cfg(feature = "global")]

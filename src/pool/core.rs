@@ -31,14 +31,15 @@ use crate::{
     bell::Bell,
     config::{Plan, Range},
     depot::{Depot, Limits},
-    error::BuildError,
+    error::{BuildError, FreeError},
     lock::{Mutex, MutexGuard},
-    magazine::Local,
+    magazine::{Local, Place},
+    outs::Outs,
     page_map::PageMap,
     published::RailTable,
     reentry,
     size_class::PAGE,
-    slab::Slabs,
+    slab::{Entry, Slabs},
     sync::asymmetric_barrier_available,
     sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
@@ -72,6 +73,7 @@ pub(crate) struct Core {
     pub(super) generation: u32,
     pub(super) process: u32,
     pub(crate) tokens: Tokens,
+    pub(crate) outs: Outs,
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
     pub(super) posts: Posts,
@@ -112,6 +114,7 @@ struct Parts {
     wire_base: u64,
     wire_mask: u64,
     tokens: Tokens,
+    outs: Outs,
     slabs: Slabs,
     beyond: Option<Beyond>,
     undrained: usize,
@@ -150,15 +153,17 @@ impl Core {
             let map = table().and_then(|()| map())?;
             let ranges = ranges.iter().map(|&(offset, len)| (offset - start, len));
             let tokens = table().and_then(|()| Tokens::new(&map))?;
+            let outs = Outs::new(&map)?;
             let slabs = table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell))?;
-            Ok::<_, io::Error>((tokens, slabs))
+            Ok::<_, io::Error>((tokens, outs, slabs))
         };
         let tables_of = |len: usize| {
             move |source: io::Error| BuildError::Reserve { len: len / PAGE * 4, source }
         };
         // Tables first: once the arenas are in a core, an error is a matter of dropping that.
         let whole = arenas.reserved();
-        let (tokens, own) = slabs((0, whole), &ranges, max_len, bell).map_err(tables_of(whole))?;
+        let (tokens, outs, own) =
+            slabs((0, whole), &ranges, max_len, bell).map_err(tables_of(whole))?;
         let mut parts = Vec::with_capacity(shares.len());
         for share in shares {
             let window = Self::window(&share.ranges, stride, whole);
@@ -174,10 +179,11 @@ impl Core {
                 wire_base,
                 wire_mask,
                 tokens,
+                outs,
                 slabs: own,
                 beyond: None,
                 undrained: 1 + parts.len(),
-                reserved: parts.iter().map(|(.., (_, slabs))| slabs.capacity()).sum(),
+                reserved: parts.iter().map(|(.., (.., slabs))| slabs.capacity()).sum(),
                 rails: table,
                 grower,
             },
@@ -190,7 +196,7 @@ impl Core {
             arenas.devices().for_each(|(rail, id, _)| table.open(rail, id));
         }
         let mut cores = vec![class];
-        for (share, (start, len), (tokens, slabs)) in parts {
+        for (share, (start, len), (tokens, outs, slabs)) in parts {
             // What a share has lies in arenas that stand as long as the pool.
             for arena in arenas.standing() {
                 if (start..start + len).contains(&arena.offset) {
@@ -205,6 +211,7 @@ impl Core {
                 wire_base,
                 wire_mask,
                 tokens,
+                outs,
                 slabs,
                 beyond: Some(Beyond::new(&cores[0], &share.ranges)),
                 undrained: 0,
@@ -227,7 +234,7 @@ impl Core {
     }
 
     fn new(parts: Parts, family: &Arc<Family>) -> Arc<Self> {
-        let Parts { name, access, wire_base, wire_mask, tokens, slabs, beyond, .. } = parts;
+        let Parts { name, access, wire_base, wire_mask, tokens, outs, slabs, beyond, .. } = parts;
         let slot = Slot::take();
         static IDS: AtomicU64 = AtomicU64::new(1);
         Arc::new_cyclic(|own| Self {
@@ -244,6 +251,7 @@ impl Core {
             process: limits::process_id(),
             tokens,
             depot: Depot::new(Limits { capacity: slabs.capacity() }),
+            outs,
             slabs,
             posts: Posts::default(),
             waiters: Waiters::new(),
@@ -308,7 +316,7 @@ impl Core {
 
     /// Whether this is a forked child of the process that built the pool, as far as a fork handler can
     /// tell: a child made by the bare system call goes unnoticed until it closes the pool.
-    pub(super) fn foreign(&self) -> bool {
+    pub(crate) fn foreign(&self) -> bool {
         fork::generation() != self.generation
     }
 
@@ -328,5 +336,17 @@ impl Core {
     #[inline(always)]
     pub(crate) fn wire_addr(&self, ptr: NonNull<u8>) -> u64 {
         (ptr.as_ptr() as u64).wrapping_sub(self.wire_base) & self.wire_mask
+    }
+
+    /// Takes back a block that is out as a bare address.
+    #[inline(always)]
+    pub(super) fn take_raw(&self, ptr: *mut u8) -> Result<(Entry, Place), FreeError> {
+        // An address that has a mark is not null.
+        match (self.outs.clear(ptr as usize), NonNull::new(ptr)) {
+            (Some(place), Some(ptr)) => {
+                Ok((Entry { ptr, keys: self.slabs.map().keys_at(ptr) }, place))
+            }
+            _ => Err(self.slabs.refusal(ptr as usize)),
+        }
     }
 }

@@ -207,10 +207,10 @@ mod tests {
         assert!(s.remove_arena(1).is_none(), "twice");
         assert!(s.take_span(4096, 1).is_none());
         let addr = one.ptr.as_ptr() as usize;
-        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }));
+        assert_eq!(s.refusal(addr), FreeError::NotOut { addr });
         // It comes again; what was left in the tables is not taken for anything.
         add(&s, 1);
-        assert_eq!(s.clear_out(addr), Err(FreeError::NotOut { addr }));
+        assert_eq!(s.refusal(addr), FreeError::NotOut { addr });
         assert_eq!(s.take_span(MIB, 1).map(|e| slot_of(&e)), Some(1));
         let _ = s.give([first.ptr].into_iter());
         s.check();

@@ -1,0 +1,197 @@
+//! Blocks that are out as bare addresses: which are, and of what class. Manages where their marks lie; that of
+//! several frees one succeeds is `mark.rs`'s, and what is wrong with an address that is not out the slabs tell.
+//!
+//! One mark for each place where a block may start, two bytes: zero, or what is needed to give the block
+//! back. The *near* table has the marks of pages' starts; those inside pages are in parts of 64 KiB for 2 MiB
+//! of arena each, made when the first is needed there. A mark is set only while its block is out, so none
+//! outlives a slab.
+
+use std::{
+    alloc::{self, Layout},
+    io,
+    ptr::NonNull,
+    sync::atomic::{
+        AtomicPtr,
+        Ordering::{Acquire, Release},
+    },
+};
+
+use crate::{
+    magazine::Place,
+    mark::Mark,
+    page_map::PageMap,
+    size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
+    sync::{Mutex, unlikely},
+    sys::mmap::{self, Zeroable, ZeroedTable},
+};
+
+// SAFETY: an atomic, of which zero is a valid value.
+unsafe impl Zeroable for Mark {}
+
+/// A pointer to the marks of a part's blocks inside pages; null before the first.
+#[repr(transparent)]
+struct Part(AtomicPtr<[Mark; MARKS]>);
+
+// SAFETY: an atomic pointer; zero is null.
+unsafe impl Zeroable for Part {}
+
+const PLANES: usize = PAGE / MIN_BLOCK;
+/// Pages of a part: 2 MiB.
+const PART: usize = 512;
+const MARKS: usize = PLANES * PART;
+
+/// The marks of one pool.
+pub(crate) struct Outs {
+    base: usize,
+    len: usize,
+    near: ZeroedTable<Mark>,
+    far: ZeroedTable<Part>,
+    /// The same parts, to own them, and in a leak checker's reach. Boxed, since `far` knows their addresses.
+    #[allow(clippy::vec_box)]
+    parts: Mutex<Vec<Box<[Mark; MARKS]>>>,
+}
+
+impl Outs {
+    /// Makes tables for all pages that `map` has room for.
+    pub(crate) fn new(map: &PageMap) -> io::Result<Self> {
+        let pages = map.len() >> PAGE_SHIFT;
+        let (near, far) = (ZeroedTable::new(pages)?, ZeroedTable::new(pages.div_ceil(PART))?);
+        // Whole pages, so that each offset below it has its mark.
+        Ok(Self {
+            base: map.base(),
+            len: pages << PAGE_SHIFT,
+            near,
+            far,
+            parts: Mutex::new(Vec::new()),
+        })
+    }
+
+    /// Marks a block, which the caller owns, as out.
+    #[inline(always)]
+    pub(crate) fn set(&self, block: NonNull<u8>, place: Place) {
+        let offset = block.as_ptr() as usize - self.base;
+        if !offset.is_multiple_of(PAGE) {
+            return self.part_for(offset)[Self::in_part(offset)].set(place.offset() as u16);
+        }
+        debug_assert!(offset < self.len);
+        // SAFETY: a block lies in the pool, so its page is one of those that the table was made for.
+        unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.offset() as u16);
+    }
+
+    /// Ends being out: exactly one of several callers with the address of a block that is out gets its place,
+    /// and owns it. Any number may be passed.
+    #[inline(always)]
+    pub(crate) fn clear(&self, addr: usize) -> Option<Place> {
+        let offset = addr.wrapping_sub(self.base);
+        if offset >= self.len {
+            unlikely();
+            return None;
+        }
+        if !offset.is_multiple_of(PAGE) {
+            return self.clear_far(offset);
+        }
+        // SAFETY: below `len`, and there is a mark for each page of that.
+        Self::place(unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.clear()?)
+    }
+
+    #[inline]
+    fn clear_far(&self, offset: usize) -> Option<Place> {
+        if !offset.is_multiple_of(MIN_BLOCK) {
+            return None;
+        }
+        Self::place(self.part(offset)?[Self::in_part(offset)].clear()?)
+    }
+
+    #[inline(always)]
+    fn place(mark: u16) -> Option<Place> {
+        // SAFETY: marks are places' offsets.
+        Some(unsafe { Place::from_offset(mark.into()) })
+    }
+
+    /// By planes, so that memory is touched for the offsets that occur alone.
+    #[inline(always)]
+    fn in_part(offset: usize) -> usize {
+        offset % PAGE / MIN_BLOCK * PART + (offset >> PAGE_SHIFT) % PART
+    }
+
+    #[inline(always)]
+    fn part(&self, offset: usize) -> Option<&[Mark; MARKS]> {
+        // Pairs with the store in `make_part`.
+        let marks = self.far[(offset >> PAGE_SHIFT) / PART].0.load(Acquire);
+        // SAFETY: null, or `MARKS` marks that stay until `self` goes.
+        unsafe { marks.as_ref() }
+    }
+
+    #[inline]
+    fn part_for(&self, offset: usize) -> &[Mark; MARKS] {
+        self.part(offset).unwrap_or_else(|| self.make_part(offset))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn make_part(&self, offset: usize) -> &[Mark; MARKS] {
+        let mut parts = self.parts.lock();
+        // Another thread may have been faster.
+        if let Some(marks) = self.part(offset) {
+            return marks;
+        }
+        let layout = Layout::new::<[Mark; MARKS]>();
+        // SAFETY: the layout is not of size zero.
+        let made = unsafe { alloc::alloc_zeroed(layout) }.cast::<[Mark; MARKS]>();
+        if made.is_null() {
+            // As every box does when the heap is at its end.
+            alloc::handle_alloc_error(layout)
+        }
+        // SAFETY: made just now by the global allocator with the layout of this very array; zero is a valid
+        // mark (`Zeroable`).
+        let part = unsafe { Box::from_raw(made) };
+        let marks = (&raw const *part).cast_mut();
+        parts.push(part);
+        self.far[(offset >> PAGE_SHIFT) / PART].0.store(marks, Release);
+        // SAFETY: owned by `parts` from now on, which gives none away before `self` goes.
+        unsafe { &*marks }
+    }
+
+    /// Bytes of the tables that are in memory.
+    pub(crate) fn table_bytes(&self) -> usize {
+        let parts = self.parts.lock();
+        let marks = parts.iter().map(|part| mmap::resident_bytes(&part[..]));
+        self.near.resident_bytes() + self.far.resident_bytes() + marks.sum::<usize>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::size_class;
+
+    const BASE: usize = 1 << 40;
+    const LEN: usize = 5 << 20;
+
+    #[test]
+    fn each_address_has_a_mark_of_its_own() {
+        let outs = Outs::new(&PageMap::new(BASE, LEN, 20).expect("map")).expect("tables");
+        let block = |offset| NonNull::new((BASE + offset) as *mut u8).expect("not null");
+        // Page starts, and blocks inside pages, on both sides of the parts' ends.
+        let offsets: Vec<_> = [0, 2 << 20, 4 << 20, LEN - PAGE]
+            .into_iter()
+            .flat_map(|at| [at, at + 64, at + PAGE - 64])
+            .chain([(2 << 20) - 64, PAGE])
+            .collect();
+        let class = |i: usize| i % size_class::CLASSES;
+        for (i, &offset) in offsets.iter().enumerate() {
+            assert!(outs.clear(BASE + offset).is_none(), "{offset:#x} before");
+            outs.set(block(offset), Place::of(class(i)));
+        }
+        for wrong in
+            [0, 1, BASE - 1, BASE - 64, BASE + 1, BASE + 65, BASE + 128, BASE + LEN, usize::MAX]
+        {
+            assert!(outs.clear(wrong).is_none(), "{wrong:#x}");
+        }
+        for (i, &offset) in offsets.iter().enumerate() {
+            let place = outs.clear(BASE + offset).map(Place::class);
+            assert_eq!(place, Some(class(i)), "{offset:#x}");
+            assert!(outs.clear(BASE + offset).is_none(), "{offset:#x} twice");
+        }
+    }
+}
