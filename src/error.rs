@@ -619,6 +619,14 @@ pub enum TokenError {
         /// The number.
         token: u64,
     },
+    /// Its buffer is of another access class than the handle, or of a share.
+    #[error(
+        "{token:#018x} is of another class or share of this pool: Pool::from_any_token takes it back"
+    )]
+    OtherHeap {
+        /// The number.
+        token: u64,
+    },
     /// Its buffer is of an access class that the handle's type rules out. Take it back through the pool, or
     /// through that class.
     #[error("{token:#018x} is of a buffer that peers {}, the handle is for others", if *remote { "can reach" } else { "cannot reach" })]

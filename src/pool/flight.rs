@@ -51,19 +51,21 @@ impl Core {
     }
 }
 
-impl<R: Reach> Pool<R> {
-    /// Takes back the buffer that [`Buf::into_token`] gave up, of whichever class or share of this pool, with
-    /// the length that it had. For the
+impl<R> Pool<R> {
+    /// Takes back the buffer that [`Buf::into_token`] gave up, with the length that it had. For the
     /// completion of the work request that carried the token.
+    ///
+    /// The buffer must be of this handle's access class, and not of a share's reserve: for a pool that has
+    /// several classes or shares, see [`from_any_token`](Pool::from_any_token).
     ///
     /// Any number may be passed, and is checked: a block's generation is counted up at each flight, so that a
     /// token that was used is refused, with certainty until its block has been in flight 32,768 times again;
     /// of several calls with one token, exactly one succeeds. Tokens of another pool are refused with
-    /// certainty as long as no more than 511 pools (each class and share of a pool counts as one) are alive. A number that happens to be the token of a
-    /// buffer in flight cannot be told from it.
+    /// certainty as long as no more than 511 pools are alive (each class and each share of a pool counts as
+    /// one). A number that happens to be the token of a buffer in flight cannot be told from it.
     ///
     /// # Errors
-    /// [`TokenError`], also for a class that this handle's `R` rules out; nothing is then changed.
+    /// [`TokenError`]; nothing is then changed.
     #[allow(clippy::wrong_self_convention)] // The pool is not the token's target but its source.
     #[inline]
     pub fn from_token(&self, token: u64) -> Result<Buf<R>, TokenError> {
@@ -71,21 +73,26 @@ impl<R: Reach> Pool<R> {
             Some(landed) => {
                 Ok(Buf::new(self.inner, self.core().landed(&landed), landed.len, landed.place))
             }
-            None => self.land_elsewhere(token),
+            None => Err(self.token_refusal(token)),
         }
     }
-}
 
-impl<R> Pool<R> {
+    #[cold]
+    fn token_refusal(&self, token: u64) -> TokenError {
+        let core = self.heap_of(token);
+        if std::ptr::eq(core, self.core()) {
+            core.tokens.refusal(token)
+        } else {
+            TokenError::OtherHeap { token }
+        }
+    }
+
     /// The heap whose tag a number has; this handle's, if none has.
     pub(super) fn heap_of(&self, token: u64) -> &Core {
         self.heaps().iter().find(|core| core.tokens.has_tag_of(token)).unwrap_or(self.core())
     }
 
-    /// A token that is not one of this handle's heap: of another class or share, or of none.
-    #[cold]
-    #[inline(never)]
-    pub(super) fn land_elsewhere<S: Reach>(&self, token: u64) -> Result<Buf<S>, TokenError> {
+    pub(super) fn land_any<S: Reach>(&self, token: u64) -> Result<Buf<S>, TokenError> {
         let core = self.heap_of(token);
         if S::REMOTE.is_some_and(|remote| remote != core.remote) {
             return Err(TokenError::OtherReach { token, remote: core.remote });
@@ -112,5 +119,17 @@ impl<R> Pool<R> {
         }
         list.sort_by(|a, b| b.age.cmp(&a.age).then(a.addr.cmp(&b.addr)));
         list
+    }
+}
+
+impl<R: Reach> Pool<R> {
+    /// As [`from_token`](Pool::from_token), for a buffer of whichever access class or share of this pool. Looks
+    /// for it among them, a few instructions each.
+    ///
+    /// # Errors
+    /// [`TokenError`], also for a class that this handle's `R` rules out; nothing is then changed.
+    #[allow(clippy::wrong_self_convention)] // As above.
+    pub fn from_any_token(&self, token: u64) -> Result<Buf<R>, TokenError> {
+        self.land_any(token)
     }
 }

@@ -235,7 +235,7 @@ impl<R> Pool<R> {
             Some(Post::Landed(_)) => Err(TokenError::NotInFlight { token }),
             None => {
                 drop(posts);
-                self.land_elsewhere::<Any>(token).map(drop)
+                self.land_any::<Any>(token).map(drop)
             }
         }
     }

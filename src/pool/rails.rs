@@ -249,9 +249,6 @@ impl Core {
     /// The keys on a device of an arena that is there. Takes no lock.
     #[inline]
     pub(crate) fn live_keys_on(&self, addr: usize, device: &Device) -> Result<Keys, UnknownDevice> {
-        if let Some(class) = self.class() {
-            return class.live_keys_on(addr, device);
-        }
         let slot = self.slabs.map().slot_at(addr);
         if let Some(table) = &self.rails
             && let Some(rail) = table.find(device.id())
@@ -260,7 +257,17 @@ impl Core {
             let keys = PackedKeys::from_word(keys);
             return Ok(Keys { lkey: keys.lkey(), rkey: self.remote.then_some(keys.rkey()) });
         }
-        Err(self.unknown(device))
+        self.class_keys_on(addr, device)
+    }
+
+    /// A share's table is its class's.
+    #[cold]
+    #[inline(never)]
+    fn class_keys_on(&self, addr: usize, device: &Device) -> Result<Keys, UnknownDevice> {
+        match self.class() {
+            Some(class) => class.live_keys_on(addr, device),
+            None => Err(self.unknown(device)),
+        }
     }
 }
 
