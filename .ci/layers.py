@@ -11,8 +11,8 @@ LAYERS = [
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "published", "slab"},
-    {"stack", "gate", "depot", "magazine", "thread", "stats"},
-    {"pool", "buf", "local", "batch", "shared"},
+    {"stack", "gate", "depot", "magazine", "thread", "stats", "record", "tokens", "waiters"},
+    {"pool", "buf", "local", "batch", "shared", "sg_list"},
     {"adapters", "doctor", "lease", "loopback"},
 ]
 # (file's module, module it may name although that is higher): why.

@@ -30,6 +30,9 @@ const LOCAL: u64 = 33;
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
 const MANY: u64 = 18;
+/// A plain pair with a trip into a token and back in between, of which the bench itself takes three (the token
+/// and the length pass through memory).
+const TOKEN: u64 = PLAIN + 43;
 
 fn builder() -> Builder {
     Pool::builder()
@@ -82,6 +85,19 @@ fn plain(pool: Pool) -> Pool {
     for _ in 0..PAIRS {
         let Ok(mut buf) = pool.alloc(4096) else { return pool };
         touch(&mut buf);
+    }
+    pool
+}
+
+#[library_benchmark(config = gate(TOKEN), setup = pool)]
+fn token(pool: Pool) -> Pool {
+    for _ in 0..PAIRS {
+        let Ok(mut buf) = pool.alloc(4096) else { return pool };
+        touch(&mut buf);
+        let token = black_box(buf.into_token());
+        let Ok(buf) = pool.from_token(token) else { return pool };
+        black_box(buf.len());
+        drop(buf);
     }
     pool
 }
@@ -217,7 +233,8 @@ library_benchmark_group!(
         plain_any_length,
         local,
         cross_thread,
-        many
+        many,
+        token
     ]
 );
 main!(library_benchmark_groups = hot_path);

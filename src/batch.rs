@@ -63,6 +63,11 @@ impl<R> Batch<R> {
         self.entries.is_empty()
     }
 
+    /// The buffers' length, meaningful while there are any.
+    pub(crate) fn buf_len(&self) -> usize {
+        if self.entries.is_empty() { 0 } else { self.len }
+    }
+
     /// How many it has room for.
     pub fn capacity(&self) -> usize {
         self.entries.capacity()

@@ -160,6 +160,38 @@ impl<R> Buf<R> {
         this.entry.ptr
     }
 
+    /// Gives up the handle for a token, to ride in a work request's `wr_id`. [`Pool::from_token`] takes it
+    /// back, once, with the same length; until then the block is out and nobody gets it, whatever is
+    /// dropped meanwhile, the pool's handles included. A token that is lost leaks its block, and keeps its
+    /// arenas alive; [`Pool::in_flight`] shows it.
+    ///
+    /// The token's top bit is 0 and stays so: it is the caller's to use.
+    ///
+    /// ```
+    /// # let pool = pinpool::Pool::builder().device(pinpool::Device::soft()).capacity(1 << 20).build()?;
+    /// let buf = pool.alloc(4096)?;
+    /// let sge = buf.sge();
+    /// let wr_id = buf.into_token();
+    /// // post a work request with this sge and wr_id; at its completion:
+    /// let buf = pool.from_token(wr_id)?;
+    /// assert_eq!(buf.sge(), sge);
+    /// assert!(pool.from_token(wr_id).is_err(), "once");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// [`Pool::from_token`]: crate::Pool::from_token
+    /// [`Pool::in_flight`]: crate::Pool::in_flight
+    #[inline]
+    pub fn into_token(self) -> u64 {
+        let this = ManuallyDrop::new(self);
+        this.core().tokens.take_off(this.entry.ptr, this.len, this.home.place())
+    }
+
+    /// Whether it is a buffer of that pool.
+    pub(crate) fn is_of(&self, core: NonNull<Core>) -> bool {
+        self.core == core
+    }
+
     /// The block and class, without giving it back.
     #[inline]
     pub(crate) fn into_parts(self) -> (Entry, Place) {

@@ -375,6 +375,16 @@ pub enum AllocError {
     /// Nothing free that is large enough, in any thread's cache either.
     #[error("{0}")]
     Exhausted(Box<Exhausted>),
+    /// Nothing large enough came free in time.
+    #[error("waited {waited:?} for memory, {ahead} requests were ahead at the end: {books}")]
+    TimedOut {
+        /// How long it waited.
+        waited: std::time::Duration,
+        /// How many requests that came earlier still waited.
+        ahead: usize,
+        /// The books when it gave up.
+        books: Box<Exhausted>,
+    },
     /// A batch holds buffers of another length or pool: free or pop them first.
     #[error(
         "the batch holds {held} buffers of {len} bytes; it can take others only when it is empty"
@@ -428,6 +438,8 @@ pub struct Exhausted {
     pub not_live: usize,
     /// The longest free run, in bytes.
     pub largest_free: usize,
+    /// How many requests wait for memory; what is free may be kept for them.
+    pub waiting: usize,
 }
 
 impl fmt::Display for Exhausted {
@@ -436,14 +448,15 @@ impl fmt::Display for Exhausted {
         write!(
             f,
             "pool exhausted: {} asked (a block of {}), {} of {} are out in {} buffers, {} are not, \
-             longest free run {}. ",
+             longest free run {}, {} requests wait. ",
             b(self.asked),
             b(self.block),
             b(self.live),
             b(self.capacity),
             self.live_buffers,
             b(self.not_live),
-            b(self.largest_free)
+            b(self.largest_free),
+            self.waiting
         )?;
         if self.capacity < self.max_capacity {
             let max = b(self.max_capacity);
@@ -490,6 +503,46 @@ pub enum FreeError {
     NotOut {
         /// The pointer.
         addr: usize,
+    },
+}
+
+/// Why a token was not taken back. Nothing was changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenError {
+    /// Not of this pool.
+    #[error("{token:#018x} is no token of this pool: it is another pool's, or made up")]
+    OtherPool {
+        /// The number.
+        token: u64,
+    },
+    /// It names no block that this pool can have.
+    #[error("{token:#018x} names no block of this pool: it is made up, or was damaged on its way")]
+    Invalid {
+        /// The number.
+        token: u64,
+    },
+    /// Its flight is over: taken back already, or never begun.
+    #[error("{token:#018x} is not in flight: taken back already, or made up")]
+    NotInFlight {
+        /// The number.
+        token: u64,
+    },
+    /// It belongs to a `Posted`: report its completion by `Pool::complete`.
+    #[error(
+        "{token:#018x} belongs to a posted work request; report its completion by Pool::complete"
+    )]
+    Posted {
+        /// The number.
+        token: u64,
+    },
+    /// The pool belongs to the process that built it, and this is a forked child of that.
+    #[error("this pool was built by process {owner}, this is process {this}, which posted nothing")]
+    ForeignProcess {
+        /// The process that built the pool.
+        owner: u32,
+        /// The caller's.
+        this: u32,
     },
 }
 

@@ -83,11 +83,15 @@ mod depot;
 mod gate;
 #[cfg(not(loom))]
 mod magazine;
+mod record;
 mod stack;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
+mod tokens;
+mod waiters;
 
 // Layer 5: the pool.
 #[cfg(not(loom))]
@@ -98,6 +102,8 @@ mod buf;
 mod local;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod sg_list;
 #[cfg(not(loom))]
 mod shared;
 
@@ -146,12 +152,13 @@ pub use crate::{
     },
     error::{
         AdoptError, AllocError, BuildError, Bytes, CloseError, DeviceChangeError, DeviceError,
-        Exhausted, ExportError, FreeError, RegisterError, UnknownDevice,
+        Exhausted, ExportError, FreeError, RegisterError, TokenError, UnknownDevice,
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
-    pool::{DeviceChange, Pool},
+    pool::{AllocFuture, DeviceChange, InFlight, Outcome, Pool, PostError, Posted},
     problem::Problem,
+    sg_list::{SgList, SgListError},
     shared::SharedArenas,
     stats::{ClassStats, Stats},
 };

@@ -1,6 +1,6 @@
 //! A handle for one thread.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, reach::Any, thread};
 
@@ -34,6 +34,15 @@ impl<R> LocalPool<R> {
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         // Made on this thread and not `Send`, so the gate is this thread's own.
         self.pool.inner().alloc(self.gate, len)
+    }
+
+    /// Allocates a buffer of `len` bytes, waiting up to `timeout`; see [`Pool::alloc_wait`].
+    ///
+    /// # Errors
+    /// As [`Pool::alloc_wait`].
+    #[inline]
+    pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
+        self.pool.alloc_wait(len, timeout)
     }
 
     /// The pool.

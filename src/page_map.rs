@@ -42,6 +42,8 @@ pub(crate) struct PageMap {
     base: usize,
     len: usize,
     stride_shift: u32,
+    /// The same in pages.
+    page_stride_shift: u32,
     /// By slot.
     arenas: Box<[Published]>,
     pages: ZeroedTable<AtomicU32>,
@@ -55,6 +57,7 @@ impl PageMap {
             base,
             len,
             stride_shift,
+            page_stride_shift: stride_shift - PAGE_SHIFT,
             arenas: (0..len.div_ceil(1 << stride_shift)).map(|_| Published::new()).collect(),
             pages: ZeroedTable::new(len >> PAGE_SHIFT)?,
         })
@@ -121,6 +124,20 @@ impl PageMap {
         // SAFETY: a block lies in a published arena, so its offset is below `len`, and there is an entry for
         // every arena's worth of that.
         let entry = unsafe { self.arenas.get_unchecked(offset >> self.stride_shift) };
+        PackedKeys::from_word(entry.keys())
+    }
+
+    /// The keys of the region that a page lies in.
+    ///
+    /// # Safety
+    /// The page is one of a block that is out, so its arena is published.
+    #[inline(always)]
+    pub(crate) unsafe fn keys_of_page(&self, page: usize) -> PackedKeys {
+        let arena = page >> self.page_stride_shift;
+        debug_assert!(arena < self.arenas.len());
+        // SAFETY: the page lies in an arena (contract), and the table has an entry for each.
+        let entry = unsafe { self.arenas.get_unchecked(arena) };
+        // The block came from the slabs, whose lock orders it after the arena's publication.
         PackedKeys::from_word(entry.keys())
     }
 

@@ -5,8 +5,10 @@ mod alloc;
 mod books;
 mod core;
 mod export;
+mod flight;
 mod free;
 mod grow;
+mod posted;
 mod rails;
 #[cfg_attr(
     not(any(feature = "allocator-api2", feature = "nightly", feature = "global")),
@@ -16,6 +18,7 @@ mod raw;
 mod reference;
 mod teardown;
 mod threads;
+mod wait;
 
 use std::{
     fmt,
@@ -25,6 +28,11 @@ use std::{
 
 pub use self::rails::DeviceChange;
 pub(crate) use self::{core::Core, reference::PoolRef};
+pub use self::{
+    flight::InFlight,
+    posted::{Outcome, PostError, Posted},
+    wait::AllocFuture,
+};
 use crate::{
     access::{Access, Keys},
     arena::{ArenaInfo, Leftover},
@@ -220,6 +228,10 @@ impl<R> Pool<R> {
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
         let mut stats = self.core().stats();
+        self.core().each_flight(|_| stats.in_flight += 1);
+        if !self.core().foreign() {
+            stats.table_bytes += self.core().tokens.table_bytes();
+        }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);

@@ -38,6 +38,9 @@ pub(crate) struct Entry {
     pub(crate) keys: PackedKeys,
 }
 
+// SAFETY: an address and two keys; whoever has it owns the block, on whichever thread.
+unsafe impl Send for Entry {}
+
 const WORDS: usize = size_class::MAX_SLAB_BLOCKS / 64;
 
 /// The side table of one slab. Written under the lock, but for `out`; everything is atomic because raw
@@ -348,6 +351,14 @@ impl Slabs {
             table_bytes: state.next as usize * size_of::<Slab>()
                 + (state.capacity >> PAGE_SHIFT) * size_of::<u32>(),
         }
+    }
+
+    /// First page and length in pages of every slab and span that there is, in no order.
+    pub(crate) fn runs_in_use(&self) -> Vec<(u32, u32)> {
+        let state = self.state.lock();
+        let table = &self.table[..state.next as usize];
+        let run = |s: &Slab| (s.first.load(Relaxed), s.pages.load(Relaxed));
+        table.iter().map(run).filter(|&(_, pages)| pages > 0).collect()
     }
 
     /// Marks a block, which the caller owns, as out as a raw pointer.

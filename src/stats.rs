@@ -27,6 +27,17 @@ pub struct Stats {
     pub unused: usize,
     /// How many buffers are out.
     pub live_buffers: usize,
+    /// How many of them are out as tokens, in flight or lost. [`Pool::in_flight`](crate::Pool::in_flight) lists
+    /// them.
+    pub in_flight: usize,
+    /// How many requests wait for memory now.
+    pub waiting: usize,
+    /// How many have waited or do, over the pool's life, by
+    /// [`alloc_wait`](crate::Pool::alloc_wait) or [`alloc_async`](crate::Pool::alloc_async). One that could be
+    /// served at once has not waited.
+    pub waits: u64,
+    /// How long those that wait no longer did, together, whether they were served or gave up.
+    pub wait_time: Duration,
     /// The longest free run, in bytes: the longest span that can be had at once.
     pub largest_free: usize,
     /// How many arenas there are: memory regions on the device.
@@ -92,6 +103,10 @@ impl Stats {
             free: 0,
             unused: counts.free_runs,
             live_buffers: 0,
+            in_flight: 0,
+            waiting: 0,
+            waits: 0,
+            wait_time: Duration::ZERO,
             largest_free: counts.largest_run,
             arenas: 0,
             register_calls: 0,

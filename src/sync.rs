@@ -7,6 +7,24 @@ pub(crate) use std::sync::atomic;
 pub(crate) use loom::sync::atomic;
 
 #[cfg(not(loom))]
+pub(crate) use crate::lock::Mutex;
+
+/// loom's mutex with the interface of the one in `lock`.
+#[cfg(loom)]
+pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+#[cfg(loom)]
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(loom::sync::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> loom::sync::MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+#[cfg(not(loom))]
 pub(crate) use std::thread;
 
 #[cfg(loom)]

@@ -111,6 +111,43 @@ fn a_child_that_drops_the_last_handle_tears_nothing_down() {
 }
 
 #[test]
+fn a_child_neither_waits_nor_completes() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let pool = soft(4096).build().unwrap();
+    let posted = pool.post(pool.alloc(4096).unwrap(), |_, _| Ok::<_, ()>(())).unwrap();
+    let token = posted.token();
+    let poll = |f: &mut pinpool::AllocFuture<'_>| {
+        let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+        Future::poll(std::pin::Pin::new(f), &mut cx)
+    };
+    let mut future = pool.alloc_async(4096);
+    assert!(poll(&mut future).is_pending());
+    // A child's drops are its own: its copies of the future and of the guard must do no harm there.
+    let mut in_line = Some(future);
+    let mut guard = Some(posted);
+    let status = in_child(|| {
+        use std::task::Poll::Ready;
+        let foreign = |e: &_| matches!(e, AllocError::ForeignProcess { .. });
+        let long = std::time::Duration::from_secs(1000);
+        let waited = pool.alloc_wait(4096, long).is_err_and(|e| foreign(&e));
+        let fresh = matches!(poll(&mut pool.alloc_async(64)), Ready(Err(e)) if foreign(&e));
+        let mut future = in_line.take().unwrap();
+        let begun = matches!(poll(&mut future), Ready(Err(e)) if foreign(&e));
+        drop(future);
+        let done = pinpool::Outcome::default();
+        let completed =
+            matches!(pool.complete(token, done), Err(pinpool::TokenError::ForeignProcess { .. }));
+        let taken = guard.take().unwrap().try_take().is_err();
+        waited && fresh && begun && completed && taken && pool.in_flight().is_empty()
+    });
+    assert_eq!(status, 0, "the child's exit status");
+    pool.complete(token, pinpool::Outcome::default()).unwrap();
+    drop(guard.unwrap().try_take().unwrap());
+    assert!(matches!(poll(&mut in_line.unwrap()), std::task::Poll::Ready(Ok(_))));
+    assert_eq!(pool.stats().live, 0);
+}
+
+#[test]
 fn a_fork_in_the_middle_of_growth_leaves_both_fine() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     const MIB: usize = 1 << 20;

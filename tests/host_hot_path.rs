@@ -80,6 +80,9 @@ fn p1_a_million_cached_pairs_without_a_system_call_or_an_allocation() {
                     black_box((buf.as_ptr(), buf.keys(), buf.sge(), buf.remote()));
                     drop(buf);
                     drop(local.alloc(len).unwrap());
+                    // As if nobody ever waited, and through a token.
+                    let buf = p.alloc_wait(len, std::time::Duration::MAX).unwrap();
+                    drop(p.from_token(black_box(buf.into_token())).unwrap());
                 }
                 if i % 64 == 0 {
                     // Within what two magazines hold: to and fro, still nothing but this thread's own.

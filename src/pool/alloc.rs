@@ -5,7 +5,7 @@ use std::sync::{
     atomic::Ordering::{Acquire, Relaxed, Release},
 };
 
-use super::Core;
+use super::{Core, wait::Need};
 use crate::{
     depot::Magazine,
     error::{AllocError, Exhausted},
@@ -14,6 +14,7 @@ use crate::{
     slab::{Entry, Given},
     sys::limits,
     thread,
+    waiters::Passed,
 };
 
 /// How many blocks one refill takes from the slabs at most.
@@ -25,18 +26,30 @@ impl Core {
     /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
     /// see [`refusal`](Core::refusal).
     pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        self.alloc_by(len, align, true)
+    }
+
+    /// The same, but nothing while others wait: no waker is called.
+    pub(super) fn alloc_quietly(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        self.alloc_by(len, align, false)
+    }
+
+    fn alloc_by(&self, len: usize, align: usize, passing: bool) -> Option<(Entry, usize)> {
         if self.foreign() || self.out_of_range(len, align).is_some() {
             return None;
         }
-        let class = self.class_for(len, align);
+        let need = self.need(len, align);
+        if self.waiters.any() {
+            return self.alloc_shared(&need, passing);
+        }
+        let class = need.class;
         let cached = if class < CLASSES {
             self.alloc_cached(class)
         } else {
             self.consolidate(len);
             None
         };
-        let fit = size_class::class_of_aligned(len.max(1), align.min(PAGE));
-        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(class, fit, len, align))
+        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(&need, passing))
     }
 
     /// What no pool like this one can ever serve.
@@ -80,7 +93,9 @@ impl Core {
         thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
-            if !hold.attached() {
+            // While somebody waits nothing goes into caches. Asked under the lock that whoever emptied them
+            // had before: see `waiters.rs`.
+            if !hold.attached() || self.waiters.any() {
                 return None;
             }
             let mut entry = hold.pop(class);
@@ -92,6 +107,10 @@ impl Core {
                         self.consolidate(size_class::size_of(class));
                         // SAFETY: as above.
                         hold = unsafe { local.hold_as_owner() };
+                        // A thief may have closed the pool's caches meanwhile, or somebody begun to wait.
+                        if !hold.attached() || self.waiters.any() {
+                            return None;
+                        }
                     }
                     hold.fill(&self.depot, class, |room, sink| {
                         self.slabs.take(class, self.refill(room), sink);
@@ -117,28 +136,28 @@ impl Core {
         room.min(REFILL)
     }
 
-    /// Straight from the slabs, and if they are dry after calling back what lies in caches. `class` is the
-    /// one to take from, or a span's; `fit` the smallest whose blocks hold it in any case.
-    pub(super) fn alloc_shared(
-        &self,
-        class: usize,
-        fit: usize,
-        len: usize,
-        align: usize,
-    ) -> Option<(Entry, usize)> {
+    /// Straight from the slabs, and if they are dry after calling back what lies in caches.
+    ///
+    /// While others wait: in fair dealing with them, or not at all.
+    fn alloc_shared(&self, need: &Need, passing: bool) -> Option<(Entry, usize)> {
         // Threads that allocate meanwhile may take what was called back; try again while anything is
         // found, but not for ever.
         for _ in 0..64 {
+            if self.waiters.any() {
+                if !passing {
+                    return None;
+                }
+                match self.alloc_passing(need) {
+                    Passed::Got(block) => return Some(block),
+                    Passed::Refused => return None,
+                    // Whoever waits is about to empty the caches, or waits no longer: what lies there counts.
+                    Passed::Unsettled => self.call_back(),
+                };
+                continue;
+            }
             // Pairs with the count in `drain_caches`: what is counted here is seen below.
             let recalls = self.recalls.load(Acquire);
-            let mut got = None;
-            if class < CLASSES {
-                self.slabs.take(class, 1, |entry| got = Some((entry, class)));
-            }
-            // Where no slab can be cut any more, single pages may be left, or larger blocks.
-            got = got
-                .or_else(|| self.slabs.take_span(len, align).map(|e| (e, SPAN_CLASS)))
-                .or_else(|| self.slabs.take_larger(fit, align));
+            let got = self.take_now(need);
             if got.is_some() {
                 return got;
             }
@@ -204,13 +223,18 @@ impl Core {
     }
 
     pub(super) fn exhausted(&self, asked: usize, class: usize) -> AllocError {
+        AllocError::Exhausted(self.books_of(asked, class))
+    }
+
+    /// The books, for an error.
+    pub(super) fn books_of(&self, asked: usize, class: usize) -> Box<Exhausted> {
         let stats = self.stats();
         let block = if class < CLASSES {
             size_class::size_of(class)
         } else {
             asked.max(1).next_multiple_of(PAGE)
         };
-        AllocError::Exhausted(Box::new(Exhausted {
+        Box::new(Exhausted {
             asked,
             block,
             capacity: stats.capacity,
@@ -219,6 +243,7 @@ impl Core {
             live_buffers: stats.live_buffers,
             not_live: stats.capacity - stats.live,
             largest_free: stats.largest_free,
-        }))
+            waiting: stats.waiting,
+        })
     }
 }

@@ -26,6 +26,11 @@ impl Core {
         } else {
             Stats::new(&self.slabs.counts(), &self.cached())
         };
+        if !self.foreign() {
+            let waited = self.waited.lock();
+            (stats.waits, stats.wait_time) = (waited.times, waited.time);
+            stats.waiting = self.waiters.count();
+        }
         if let Some(shown) = self.shown() {
             (stats.arenas, stats.register_calls) = (shown.arenas, shown.register_calls);
         }

@@ -14,7 +14,12 @@ use std::{
     },
 };
 
-use super::{grow::Grower, rails::Shown};
+use super::{
+    grow::Grower,
+    posted::Posts,
+    rails::Shown,
+    wait::{Block, Need, Waited},
+};
 use crate::{
     access::Access,
     arena::Arenas,
@@ -32,6 +37,8 @@ use crate::{
     sync::asymmetric_barrier_available,
     sys::{fork, limits, mapping_faults::MapStep},
     thread::Slot,
+    tokens::Tokens,
+    waiters::Waiters,
 };
 
 /// What the handles, the buffers and the threads of one pool share.
@@ -59,8 +66,12 @@ pub(crate) struct Core {
     /// The fork generation and process that built the pool.
     pub(super) generation: u32,
     pub(super) process: u32,
+    pub(crate) tokens: Tokens,
     pub(crate) slabs: Slabs,
     pub(super) depot: Depot,
+    pub(super) posts: Posts,
+    pub(super) waiters: Waiters<Need, Block>,
+    pub(super) waited: Mutex<Waited>,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -100,6 +111,7 @@ impl Core {
         let map = || PageMap::new(base, arenas.reserved(), stride.trailing_zeros());
         let map = table().and_then(|()| map()).map_err(tables)?;
         let ranges = arenas.standing().map(|a| (a.offset, a.len));
+        let tokens = table().and_then(|()| Tokens::new(&map)).map_err(tables)?;
         let slabs = table().and_then(|()| Slabs::new(map, ranges, max_len, pad, bell));
         let slabs = slabs.map_err(tables)?;
         let slot = Slot::take();
@@ -117,7 +129,11 @@ impl Core {
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
+            tokens,
             slabs,
+            posts: Posts::default(),
+            waiters: Waiters::new(),
+            waited: Mutex::new(Waited::default()),
             depot: Depot::new(Limits { capacity }),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),

@@ -310,6 +310,11 @@ impl Core {
                     self.show(arenas);
                     drop(guard);
                     g.growths.fetch_add(1, Relaxed);
+                    self.wake_waiters();
+                    if self.waiters.any() {
+                        // It was not enough for all.
+                        g.wanted.store(true, Relaxed);
+                    }
                     clock.failures = 0;
                     if clock.look_at.is_none() {
                         clock.look_at = Some(now + g.look_interval());

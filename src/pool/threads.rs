@@ -27,12 +27,18 @@ impl Core {
         // SAFETY: called by the thread's own destructor, outside its gate.
         let mut hold = unsafe { local.hold_as_owner() };
         if hold.attached() {
+            // Asked under the registry's lock, which whoever emptied the caches had before.
+            let waited_for = self.waiters.any();
             hold.drain(&self.depot, |class, m| {
-                if let Err(m) = self.depot.put_full(class, m) {
+                let kept = if waited_for { Err(m) } else { self.depot.put_full(class, m) };
+                if let Err(m) = kept {
                     self.empty_out(class, m);
                 }
             });
             hold.detach();
         }
+        drop(hold);
+        drop(registry);
+        self.wake_waiters();
     }
 }

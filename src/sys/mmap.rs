@@ -534,6 +534,35 @@ impl<T: Zeroable> ZeroedTable<T> {
     }
 }
 
+impl<T> ZeroedTable<T> {
+    /// Bytes of the table that are in memory.
+    pub(crate) fn resident_bytes(&self) -> usize {
+        resident_bytes(self)
+    }
+}
+
+/// How much of a slice is in memory, in bytes of whole pages; all of it where the system does not say.
+pub(crate) fn resident_bytes<T>(slice: &[T]) -> usize {
+    let page = base_page();
+    let (start, end) = (slice.as_ptr() as usize, slice.as_ptr_range().end as usize);
+    let mut at = start & !(page - 1);
+    let mut resident = 0;
+    // By the piece, so that the answer needs no memory to speak of.
+    let mut present = [0u8; 4096];
+    while at < end {
+        let len = (end - at).min(present.len() * page);
+        // SAFETY: `at..at + len` covers pages that the slice lies on, so they are mapped, and `present` has a byte
+        // for each; nothing is read or written in them.
+        let r = unsafe { libc::mincore(at as *mut libc::c_void, len, present.as_mut_ptr()) };
+        if r != 0 {
+            return size_of_val(slice);
+        }
+        resident += present[..len.div_ceil(page)].iter().filter(|&&p| p & 1 == 1).count() * page;
+        at += len;
+    }
+    resident
+}
+
 impl<T> std::ops::Deref for ZeroedTable<T> {
     type Target = [T];
 

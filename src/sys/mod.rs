@@ -14,6 +14,7 @@ pub(crate) mod queue_pair;
 pub(crate) mod shared;
 pub(crate) mod signals;
 pub(crate) mod smaps;
+pub(crate) mod tick;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]

@@ -2,7 +2,12 @@
 //! no overlap, alignment, contents, keys, books (P5). The model test and the fuzzer both feed it.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-use std::{alloc::Layout, collections::BTreeMap, thread};
+use std::{
+    alloc::Layout,
+    collections::{BTreeMap, HashSet},
+    thread,
+    time::Duration,
+};
 
 use pinpool::{Access, AllocError, Batch, Buf, Device, FreeError, Pages, Pool};
 
@@ -40,6 +45,14 @@ pub enum Action {
     Raw {
         which: usize,
     },
+    /// Out as a token and back, perhaps after others, with wrong tokens tried in between.
+    Token {
+        which: usize,
+    },
+    /// Waits for a length without patience: as good as an alloc while nobody else waits.
+    Wait {
+        len: usize,
+    },
     Trim,
     /// Drops the last handle with buffers out, checks them, and starts anew.
     DropPool,
@@ -58,8 +71,10 @@ impl Action {
             180..=189 => Self::FreeElsewhere { which: b },
             190..=209 => Self::ResizeMix { shift: (b % 22) as u32 },
             210..=217 => Self::ThreadExit { len: a, n: b % 12 },
-            218..=239 => Self::Raw { which: b },
-            240..=253 => Self::Trim,
+            218..=229 => Self::Raw { which: b },
+            230..=241 => Self::Token { which: b },
+            242..=245 => Self::Wait { len: a },
+            246..=253 => Self::Trim,
             _ => Self::DropPool,
         }
     }
@@ -77,6 +92,8 @@ pub struct Model {
     held: Vec<Held>,
     /// Start → end of every block that is out.
     ranges: BTreeMap<usize, usize>,
+    /// Every token that this pool has given.
+    tokens: HashSet<u64>,
     /// Lengths are below 1 << shift.
     shift: u32,
     seed: u8,
@@ -90,7 +107,16 @@ impl Model {
     pub fn new(colouring: bool) -> Self {
         let device = Device::soft();
         let pool = Self::build(&device, colouring);
-        Self { pool, device, held: vec![], ranges: BTreeMap::new(), shift: 14, seed: 0, colouring }
+        Self {
+            pool,
+            device,
+            held: vec![],
+            ranges: BTreeMap::new(),
+            tokens: HashSet::new(),
+            shift: 14,
+            seed: 0,
+            colouring,
+        }
     }
 
     fn build(device: &Device, colouring: bool) -> Pool {
@@ -171,6 +197,15 @@ impl Model {
                 }
             }
             Action::Raw { which } => self.raw(which),
+            Action::Token { which } => self.token(which),
+            Action::Wait { len } => {
+                let len = self.len(len);
+                let got = self.pool.alloc_wait(len, Duration::ZERO).map_err(|e| match e {
+                    AllocError::TimedOut { ahead: 0, books, .. } => AllocError::Exhausted(books),
+                    other => other,
+                });
+                self.took(got, len, 1);
+            }
             Action::Trim => {
                 self.pool.trim();
                 assert_eq!(self.pool.stats().cached, 0);
@@ -271,6 +306,24 @@ impl Model {
         self.held.push(Held { buf: back, seed: held.seed });
         // SAFETY: the call must refuse, for a handle owns it again.
         assert!(matches!(unsafe { self.pool.free_raw(raw) }, Err(FreeError::NotOut { .. })));
+    }
+
+    fn token(&mut self, which: usize) {
+        let Some(held) = self.pick(which) else { return };
+        let (start, len, cap) = (held.buf.as_ptr(), held.buf.len(), held.buf.capacity());
+        let token = held.buf.into_token();
+        assert!(!self.tokens.contains(&token), "a token that was used is back");
+        self.tokens.insert(token);
+        for wrong in [token ^ 1 << (which % 63), which as u64, token.wrapping_add(2), u64::MAX] {
+            assert!(self.pool.from_token(wrong).is_err());
+        }
+        let in_flight = self.pool.in_flight();
+        assert_eq!((in_flight.len(), in_flight[0].token, in_flight[0].len), (1, token, len));
+        let back = self.pool.from_token(token).unwrap();
+        assert_eq!((back.as_ptr(), back.len(), back.capacity()), (start, len, cap));
+        assert!(self.pool.from_token(token).is_err());
+        self.ranges.insert(start as usize, start as usize + cap);
+        self.held.push(Held { buf: back, seed: held.seed });
     }
 
     fn check(&self) {

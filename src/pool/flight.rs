@@ -1,0 +1,93 @@
+//! Buffers in flight: tokens back into buffers, and the list of those that are not back.
+
+use std::{ptr::NonNull, time::Duration};
+
+use super::{Core, Pool};
+use crate::{
+    buf::Buf,
+    error::TokenError,
+    slab::Entry,
+    tokens::{Flight, Landed},
+};
+
+/// A buffer that is out as a token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct InFlight {
+    /// The token. Take the buffer back with it only if no work request of it can be under way any more, for
+    /// instance since its queue pair is gone.
+    pub token: u64,
+    /// The buffer's first byte.
+    pub addr: NonNull<u8>,
+    /// The buffer's length.
+    pub len: usize,
+    /// How long it has been so, at least: up to a few seconds more.
+    pub age: Duration,
+}
+
+// SAFETY: the address is information; nothing is read or written through it here.
+unsafe impl Send for InFlight {}
+// SAFETY: as above.
+unsafe impl Sync for InFlight {}
+
+impl Core {
+    /// The block of a token that has landed.
+    #[inline(always)]
+    pub(super) fn landed(&self, landed: &Landed) -> Entry {
+        // SAFETY: the page of a block that was in flight and is now the caller's.
+        let keys = unsafe { self.slabs.map().keys_of_page(landed.page) };
+        Entry { ptr: landed.ptr, keys }
+    }
+
+    pub(super) fn each_flight(&self, mut sink: impl FnMut(Flight)) {
+        if self.foreign() {
+            // The slabs' lock may be held by a thread that this process does not have.
+            return;
+        }
+        for (first, pages) in self.slabs.runs_in_use() {
+            self.tokens.each_flight(first, pages, &mut sink);
+        }
+    }
+}
+
+impl<R> Pool<R> {
+    /// Takes back the buffer that [`Buf::into_token`] gave up, with the length that it had. For the
+    /// completion of the work request that carried the token.
+    ///
+    /// Any number may be passed, and is checked: a block's generation is counted up at each flight, so that a
+    /// token that was used is refused, with certainty until its block has been in flight 32,768 times again;
+    /// of several calls with one token, exactly one succeeds. Tokens of another pool are refused with
+    /// certainty as long as no more than 511 pools are alive. A number that happens to be the token of a
+    /// buffer in flight cannot be told from it.
+    ///
+    /// # Errors
+    /// [`TokenError`]; nothing is then changed.
+    #[allow(clippy::wrong_self_convention)] // The pool is not the token's target but its source.
+    #[inline]
+    pub fn from_token(&self, token: u64) -> Result<Buf<R>, TokenError> {
+        match self.core().tokens.land(token) {
+            Some(landed) => {
+                Ok(Buf::new(self.inner, self.core().landed(&landed), landed.len, landed.place))
+            }
+            None => Err(self.core().tokens.refusal(token)),
+        }
+    }
+
+    /// The buffers that are out as tokens, longest first: what was posted and has not completed, and what was
+    /// lost. Takes the slabs' lock, and looks at every page in use; in a forked child the list is empty.
+    ///
+    /// Ages come from the processor's counter, in steps of one or two seconds, and wrap after a day or more.
+    pub fn in_flight(&self) -> Vec<InFlight> {
+        let mut list = Vec::new();
+        self.core().each_flight(|Flight { token, addr, len, age }| {
+            list.extend(NonNull::new(addr as *mut u8).map(|addr| InFlight {
+                token,
+                addr,
+                len,
+                age,
+            }));
+        });
+        list.sort_by(|a, b| b.age.cmp(&a.age).then(a.addr.cmp(&b.addr)));
+        list
+    }
+}
