@@ -7,9 +7,9 @@ pub(crate) use std::sync::atomic;
 pub(crate) use loom::sync::atomic;
 
 #[cfg(not(loom))]
-pub(crate) use parking_lot::Mutex;
+pub(crate) use crate::lock::Mutex;
 
-/// loom's mutex with `parking_lot`'s interface.
+/// loom's mutex with the interface of the one in `lock`.
 #[cfg(loom)]
 pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
 

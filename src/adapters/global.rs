@@ -9,6 +9,9 @@
 //! is gone. So is a thread in a forked child, which the
 //! pool refuses, and every thread when the pool is out.
 //!
+//! **No foreign code.** Blocks that come back may be what somebody waits for, and waking them runs their waker,
+//! which may take any lock, one that the freeing code holds among them. So a thread of its own does that.
+//!
 //! **At the ends.** Gates are thread-local memory without a destructor, and the pool is never torn down once
 //! it was attached, so both sides work before `main`, while thread-locals are destroyed, and in exit handlers.
 
@@ -23,15 +26,17 @@ use std::{
         AtomicPtr, AtomicU64, AtomicUsize,
         Ordering::{Acquire, Relaxed, Release},
     },
+    thread,
 };
 
 use super::slices;
 use crate::{
     access::{Keys, RemoteBuf, Sge},
+    bell::Bell,
     pool::{Core, Pool, PoolRef},
     reach::OneDevice,
     reentry::{self, Later},
-    sync::unlikely,
+    sys::signals,
 };
 
 /// A global allocator whose larger allocations lie in registered memory.
@@ -77,6 +82,8 @@ pub struct PinnedAlloc<G = System> {
     base: AtomicUsize,
     len: AtomicUsize,
     overflows: AtomicU64,
+    /// Wakes the thread that wakes those who wait for a block of the pool. Kept for ever.
+    bell: AtomicPtr<Bell>,
 }
 
 /// Why a pool was not attached.
@@ -95,6 +102,12 @@ pub enum AttachError {
         first: usize,
         /// The pool's longest buffer.
         max_len: usize,
+    },
+    /// The thread that wakes those who wait for the pool's buffers could not be started.
+    #[error("no thread could be started to wake those who wait for buffers (errno {errno})")]
+    Thread {
+        /// The system's errno, or 0.
+        errno: i32,
     },
 }
 
@@ -123,6 +136,7 @@ impl<G> PinnedAlloc<G> {
             base: AtomicUsize::new(0),
             len: AtomicUsize::new(0),
             overflows: AtomicU64::new(0),
+            bell: AtomicPtr::new(ptr::null_mut()),
         }
         .sizes(4096..=usize::MAX)
     }
@@ -148,7 +162,7 @@ impl<G> PinnedAlloc<G> {
     ///
     /// # Errors
     /// [`AttachError::Attached`] if it ever had another pool, [`AttachError::Sizes`] if this one can serve
-    /// nothing. Nothing is then changed.
+    /// nothing, [`AttachError::Thread`] if the system starts none. Nothing is served then.
     pub fn attach<R: OneDevice>(&self, pool: &Pool<R>) -> Result<(), AttachError> {
         let max_len = pool.max_len();
         if self.count == 0 || self.first > max_len {
@@ -162,6 +176,10 @@ impl<G> PinnedAlloc<G> {
             Err(there) if there == core.as_ptr() => drop(handle),
             Err(_) => return Err(AttachError::Attached),
         }
+        if self.bell.load(Acquire).is_null() {
+            // Pairs with the load in `tell`.
+            self.bell.store(Self::start_telling(pool.clone())?, Release);
+        }
         let map = pool.core().slabs.map();
         self.base.store(map.base(), Relaxed);
         // Pairs with the load in `holds`.
@@ -170,6 +188,24 @@ impl<G> PinnedAlloc<G> {
         // so does whoever is given memory by them.
         self.serving.store(self.count, Release);
         Ok(())
+    }
+
+    /// Starts the thread that a bell wakes to serve those who wait.
+    fn start_telling<R: OneDevice>(pool: Pool<R>) -> Result<*mut Bell, AttachError> {
+        let bell: &'static Bell = Box::leak(Box::new(Bell::new()));
+        let tell = move || {
+            signals::block_all();
+            loop {
+                bell.wait(None);
+                pool.core().wake_waiters();
+            }
+        };
+        let started = thread::Builder::new().name("pinpool-heap".to_owned()).spawn(tell);
+        let handle = started
+            .map_err(|e| AttachError::Thread { errno: e.raw_os_error().unwrap_or_default() })?;
+        bell.attach(handle.thread().clone());
+        bell.ring();
+        Ok(ptr::from_ref(bell).cast_mut())
     }
 
     /// Serves nothing from the pool any more. What is out stays valid, and goes back to the pool when it is
@@ -256,7 +292,7 @@ impl<G> PinnedAlloc<G> {
             self.overflows.fetch_add(1, Relaxed);
             return None;
         }
-        match pool.take_shared(layout) {
+        match pool.take_shared(layout, true) {
             Some((ptr, _)) => Some(ptr),
             None => {
                 self.overflows.fetch_add(1, Relaxed);
@@ -283,14 +319,39 @@ impl<G: GlobalAlloc> PinnedAlloc<G> {
     /// The contract of `GlobalAlloc::dealloc`, for memory that the pool [`holds`](Self::holds).
     #[inline(always)]
     unsafe fn give(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: memory of the pool was handed out, so one was attached; it came from `take` with this
+        // layout, or one that `resize` has allowed since (contract).
+        let done = !reentry::inside()
+            && unsafe { self.pool().give_cached(NonNull::new_unchecked(ptr), layout) };
+        if !done {
+            // One call for all that is rare, so that what is common stays short enough to be inlined.
+            // SAFETY: this call's contract.
+            unsafe { self.give_slow(ptr, layout) };
+        }
+    }
+
+    /// # Safety
+    /// As [`give`](Self::give).
+    #[cold]
+    #[inline(never)]
+    unsafe fn give_slow(&self, ptr: *mut u8, layout: Layout) {
         if reentry::inside() {
-            unlikely();
             // SAFETY: this call's contract.
             return unsafe { self.give_later(ptr, layout) };
         }
-        // SAFETY: memory of the pool was handed out, so one was attached; it came from `take` with this
-        // layout, or one that `resize` has allowed since (contract).
-        unsafe { self.pool().give(NonNull::new_unchecked(ptr), layout) };
+        // SAFETY: as in `give`.
+        if unsafe { self.pool().give_quietly(NonNull::new_unchecked(ptr), layout) } {
+            self.tell();
+        }
+    }
+
+    /// Has those who wait for a block of the pool woken, on a thread of its own: what a waker does, and which
+    /// locks it takes, has no place in an allocator.
+    fn tell(&self) {
+        // SAFETY: the pointer is null or a bell that is kept for ever. Acquire pairs with the store in `attach`.
+        if let Some(bell) = unsafe { self.bell.load(Acquire).as_ref() } {
+            bell.ring();
+        }
     }
 
     /// Puts it off until the thread is outside. Only code around the pool gets here: what the wrapped
@@ -298,8 +359,6 @@ impl<G: GlobalAlloc> PinnedAlloc<G> {
     ///
     /// # Safety
     /// As [`give`](Self::give).
-    #[cold]
-    #[inline(never)]
     unsafe fn give_later(&self, ptr: *mut u8, layout: Layout) {
         // SAFETY: not of size 0.
         let note = unsafe { self.wrapped.alloc(Layout::new::<Free<G>>()) }.cast::<Free<G>>();

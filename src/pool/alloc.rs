@@ -34,12 +34,21 @@ impl Core {
 
     /// All of this heap, caches included.
     pub(super) fn search(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        self.search_by(len, align, true)
+    }
+
+    /// The same, but nothing while others wait: no waker is called.
+    pub(super) fn alloc_quietly(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        self.search_by(len, align, false)
+    }
+
+    fn search_by(&self, len: usize, align: usize, passing: bool) -> Option<(Entry, usize)> {
         if self.foreign() || self.out_of_range(len, align).is_some() {
             return None;
         }
         let need = self.need(len, align);
         if self.waiters.any() {
-            return self.alloc_shared(&need);
+            return self.alloc_shared(&need, passing);
         }
         let class = need.class;
         let cached = if class < CLASSES {
@@ -48,7 +57,7 @@ impl Core {
             self.consolidate(len);
             None
         };
-        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(&need))
+        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(&need, passing))
     }
 
     /// What no pool like this one can ever serve.
@@ -146,11 +155,16 @@ impl Core {
     }
 
     /// Straight from the slabs, and if they are dry after calling back what lies in caches.
-    pub(super) fn alloc_shared(&self, need: &Need) -> Option<(Entry, usize)> {
+    ///
+    /// While others wait: in fair dealing with them, or not at all.
+    fn alloc_shared(&self, need: &Need, passing: bool) -> Option<(Entry, usize)> {
         // Threads that allocate meanwhile may take what was called back; try again while anything is
         // found, but not for ever.
         for _ in 0..64 {
             if self.waiters.any() {
+                if !passing {
+                    return None;
+                }
                 match self.alloc_passing(need) {
                     Passed::Got(block) => return Some(block),
                     Passed::Refused => return None,

@@ -1,7 +1,7 @@
 //! The slow path of free: a magazine's surplus to the depot or the slabs, and the last block of a closed
 //! pool to whoever takes it down.
 
-use std::ptr::NonNull;
+use std::{ptr::NonNull, sync::Arc};
 
 use super::Core;
 use crate::{
@@ -19,26 +19,41 @@ impl Core {
     #[cold]
     #[inline(never)]
     pub(crate) unsafe fn free_slow(core: NonNull<Self>, entry: Entry, place: Place) {
+        // SAFETY: the caller's promise, passed on.
+        if let Some(core) = unsafe { Self::free_quietly(core, entry, place) } {
+            core.wake_waiters();
+        }
+    }
+
+    /// The same, but nobody is woken: the answer is the core, if somebody may have to be.
+    ///
+    /// # Safety
+    /// As [`free_slow`](Core::free_slow).
+    pub(super) unsafe fn free_quietly(
+        core: NonNull<Self>,
+        entry: Entry,
+        place: Place,
+    ) -> Option<Arc<Self>> {
         let class = place.class();
         // SAFETY: the caller's block is live, so the core is, until the block has been given back.
         let this = unsafe { core.as_ref() };
         // SAFETY: this thread's own gate, which lives as long as the thread.
         let gate = unsafe { &*thread::gate_at(this.slot_offset) };
         if gate.push_previous(&this.depot, place, entry) {
-            return;
+            return None;
         }
         // A child owns none of this; its copy of the books just keeps the block.
         if this.foreign() || (class < CLASSES && this.free_cached(entry, class)) {
-            return;
+            return None;
         }
         // SAFETY: as above. From the next line on another thread may be the one that ends the pool.
         let core = unsafe { Self::keep(core) };
         core.stir();
         if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
             core.drained();
-        } else {
-            core.wake_waiters();
+            return None;
         }
+        Some(core)
     }
 
     /// Before a block is put where the next search can find it.

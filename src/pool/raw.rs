@@ -12,7 +12,11 @@
 //! | plain, something odd out | from the page map |
 //! | any other | from the page map |
 
-use std::{alloc::Layout, ptr::NonNull, sync::atomic::Ordering::Relaxed};
+use std::{
+    alloc::Layout,
+    ptr::NonNull,
+    sync::{Arc, atomic::Ordering::Relaxed},
+};
 
 use super::{Core, PoolRef};
 use crate::{
@@ -68,7 +72,7 @@ impl PoolRef {
     #[inline(never)]
     #[cfg_attr(not(any(feature = "allocator-api2", feature = "nightly")), allow(dead_code))]
     fn take_slow(self, layout: Layout) -> Option<(NonNull<u8>, usize)> {
-        self.take_previous(layout).or_else(|| self.take_shared(layout))
+        self.take_previous(layout).or_else(|| self.take_shared(layout, false))
     }
 
     /// The same, from this thread's previous magazine alone.
@@ -85,13 +89,18 @@ impl PoolRef {
         Some((entry.ptr, size_class::size_of(class)))
     }
 
-    /// The same, from wherever there is a block, once this thread's magazines have none.
-    pub(crate) fn take_shared(self, layout: Layout) -> Option<(NonNull<u8>, usize)> {
+    /// The same, from wherever there is a block, once this thread's magazines have none. Quietly: if nobody
+    /// waits for one, and without waking anybody, for that runs code of theirs.
+    pub(crate) fn take_shared(self, layout: Layout, quietly: bool) -> Option<(NonNull<u8>, usize)> {
         // SAFETY: whoever holds the reference holds a handle, so the core is alive.
         let core = unsafe { self.core.as_ref() };
         // Every block is aligned to `MIN_BLOCK`.
         let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        let Some((entry, class)) = core.alloc_slow(layout.size(), align) else {
+        let got = match quietly {
+            true => core.alloc_quietly(layout.size(), align),
+            false => core.alloc_slow(layout.size(), align),
+        };
+        let Some((entry, class)) = got else {
             // Nobody is told why, but the grower should know.
             core.grower.refused(layout.size());
             return None;
@@ -108,31 +117,72 @@ impl PoolRef {
     /// `ptr` came from [`take`](PoolRef::take) of this pool, and `layout` is the one that was passed, or one
     /// that [`resize`](PoolRef::resize) has allowed since, but for a size up to what may be used. The caller
     /// gives the block up.
+    #[cfg_attr(not(any(feature = "allocator-api2", feature = "nightly")), allow(dead_code))]
     #[inline(always)]
     pub(crate) unsafe fn give(self, ptr: NonNull<u8>, layout: Layout) {
-        // SAFETY: a block of it is out, or the caller has a handle; either way the core is alive.
-        let core = unsafe { self.core.as_ref() };
-        // Relaxed: whoever frees an odd block has had its address from whoever counted it.
-        if is_plain(layout) && core.odd.load(Relaxed) == 0 {
-            let place = Place::of(size_class::class_of(layout.size()));
-            let entry = Entry { ptr, keys: core.slabs.map().keys_at(ptr) };
-            // SAFETY: this thread's own gate, which lives as long as the thread.
-            if unsafe { &*thread::gate_at(self.slot_offset) }.push(place, entry) {
-                return;
-            }
+        // SAFETY: this call's contract.
+        if unsafe { self.give_cached(ptr, layout) } {
+            return;
         }
         // One call for all that is rare, so that what is common stays short enough to be inlined.
         // SAFETY: not pushed, so the block is still the caller's, who gives it up.
-        unsafe { Self::give_slow(self.core, ptr, layout) };
+        unsafe { Self::give_loudly(self.core, ptr, layout) };
+    }
+
+    /// What [`give_cached`](PoolRef::give_cached) did not take; but nobody who waits for a block is woken, for
+    /// that runs code of theirs: true if somebody has to be.
+    ///
+    /// # Safety
+    /// As [`give`](PoolRef::give).
+    #[cfg_attr(not(feature = "global"), allow(dead_code))]
+    pub(crate) unsafe fn give_quietly(self, ptr: NonNull<u8>, layout: Layout) -> bool {
+        // SAFETY: this call's contract.
+        let core = unsafe { Self::give_slow(self.core, ptr, layout) };
+        core.is_some_and(|core| core.waiters.any())
+    }
+
+    /// Gives a block to this thread's magazine, if it is plain, nothing is odd, and there is room.
+    ///
+    /// # Safety
+    /// As [`give`](PoolRef::give); the block is still the caller's if the answer is no.
+    #[inline(always)]
+    pub(crate) unsafe fn give_cached(self, ptr: NonNull<u8>, layout: Layout) -> bool {
+        // SAFETY: a block of it is out, or the caller has a handle; either way the core is alive.
+        let core = unsafe { self.core.as_ref() };
+        // Relaxed: whoever frees an odd block has had its address from whoever counted it.
+        if !is_plain(layout) || core.odd.load(Relaxed) != 0 {
+            return false;
+        }
+        let place = Place::of(size_class::class_of(layout.size()));
+        let entry = Entry { ptr, keys: core.slabs.map().keys_at(ptr) };
+        // SAFETY: this thread's own gate, which lives as long as the thread.
+        unsafe { &*thread::gate_at(self.slot_offset) }.push(place, entry)
     }
 
     /// # Safety
     /// As [`give`](PoolRef::give).
     #[cold]
     #[inline(never)]
-    unsafe fn give_slow(core: NonNull<Core>, ptr: NonNull<u8>, layout: Layout) {
+    unsafe fn give_loudly(core: NonNull<Core>, ptr: NonNull<u8>, layout: Layout) {
+        // SAFETY: the caller's promise, passed on.
+        if let Some(core) = unsafe { Self::give_slow(core, ptr, layout) } {
+            core.wake_waiters();
+        }
+    }
+
+    /// The answer is the core, if somebody may have to be woken.
+    ///
+    /// # Safety
+    /// As [`give`](PoolRef::give).
+    #[cold]
+    #[inline(never)]
+    unsafe fn give_slow(
+        core: NonNull<Core>,
+        ptr: NonNull<u8>,
+        layout: Layout,
+    ) -> Option<Arc<Core>> {
         if layout.size() == 0 {
-            return;
+            return None;
         }
         // SAFETY: a block of it is out, so the core is alive until that has been given back.
         let this = unsafe { core.as_ref() };
@@ -141,7 +191,7 @@ impl PoolRef {
         } else {
             let Some(class) = this.slabs.class_at(ptr) else {
                 debug_assert!(false, "{ptr:p} is no block of this pool");
-                return;
+                return None;
             };
             if is_odd(class, layout) {
                 this.odd.fetch_sub(1, Relaxed);
@@ -150,10 +200,11 @@ impl PoolRef {
         };
         let (place, entry) = (Place::of(class), Entry { ptr, keys: this.slabs.map().keys_at(ptr) });
         // SAFETY: this thread's own gate, which lives as long as the thread.
-        if !unsafe { &*thread::gate_at(this.slot_offset) }.push(place, entry) {
-            // SAFETY: not pushed, so the block is still the caller's, and of this class.
-            unsafe { Core::free_slow(core, entry, place) };
+        if unsafe { &*thread::gate_at(this.slot_offset) }.push(place, entry) {
+            return None;
         }
+        // SAFETY: not pushed, so the block is still the caller's, and of this class.
+        unsafe { Core::free_quietly(core, entry, place) }
     }
 
     /// Lets a block that was asked for with `old` be used for `new`, at the same address, if it can be; the

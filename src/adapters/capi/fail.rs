@@ -143,7 +143,9 @@ pub(super) fn code_of_token(e: &TokenError) -> pinpool_status {
     match e {
         // A posted request's token cannot come from C, which has no such requests.
         TokenError::NotInFlight { .. } | TokenError::Posted { .. } => PINPOOL_TOKEN_STALE,
-        TokenError::OtherPool { .. } | TokenError::OtherReach { .. } => PINPOOL_TOKEN_FOREIGN,
+        TokenError::OtherPool { .. }
+        | TokenError::OtherHeap { .. }
+        | TokenError::OtherReach { .. } => PINPOOL_TOKEN_FOREIGN,
         TokenError::Invalid { .. } => PINPOOL_TOKEN_INVALID,
         TokenError::ForeignProcess { .. } => PINPOOL_FORKED,
     }
