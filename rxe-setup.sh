@@ -11,6 +11,7 @@ VIRTME_NG=1.42           # the version this script was tested with
 LIBCLANG_WHEEL=14.0.6    # the last one before 16 that ships libclang.so
 MARK="made by rxe-setup" # interface alias: says which dummies are ours
 KVM_PROBE_SECONDS=20
+MTU=4200                 # of the dummies: room for RoCE's largest packet, 4096 bytes and its headers
 SETUP_FAILED=125 # our own failures; everything else is the command's code
 
 with='' verbose=0 dry=0 rung='' job_pid='' feeder='' run_dir=''
@@ -48,18 +49,23 @@ The first rung that works is taken; stderr says which, and why not a better one:
 
 Options:
     --with nic|rxe|guest   take this rung or fail
+    --write DIR            make this folder, and let the guest write to it; can be repeated
     -v, --verbose          show the guest's console and timings on stderr
     -h, --help             this text
 
 In the guest:
     CMD's exit code, stdout, stderr and stdin (unless a terminal) are passed on.
-    The host's files are there, read-only; the cargo target folder can be
-    written. /tmp shows the host's /tmp; what is written to it is lost.
+    The host's files are there, read-only; the cargo target folder and those
+    of --write can be written. /tmp shows the host's /tmp; what is written to
+    it is lost.
     cargo run|test|bench compile here and only execute in the guest, one boot
     per command. Doctests and the test targets that Cargo.toml lists as
         [package.metadata.rxe-setup]
         native-tests = ["my_crate", "host_*"]
     need no device and run here, before the boot. Any other CMD runs as it is.
+    What a cargo run's program writes to, after an option that Cargo.toml lists as
+        output-folders = ["--html", "--plot"]
+    is made and can be written, as if --write named it.
     CMD sees PINPOOL_GUEST=1, PATH, HOME and RUST_*, PINPOOL_*, RDMAV_*, IBV_*,
     LC_*, LD_LIBRARY_PATH and the like; RXE_SETUP_ENV="A B" passes on A and B.
 
@@ -365,7 +371,7 @@ make_rxe() {
     as_root modprobe -a dummy rdma_rxe ib_uverbs || die "modprobe failed"
     for i in 0 1; do
         # /32: a wider mask could hide a network that the host really uses
-        if ! as_root ip link add "pinrx$i" type dummy ||
+        if ! as_root ip link add "pinrx$i" mtu "$MTU" type dummy ||
             ! as_root ip link set "pinrx$i" alias "$MARK" ||
             ! as_root ip addr add "10.77.$i.1/32" dev "pinrx$i" ||
             ! as_root ip link set "pinrx$i" up; then
@@ -530,8 +536,8 @@ devices() { # few processes: starting one takes an emulated guest 0.1 s
     modprobe -qd "$1" -a dummy crc32_generic ib_uverbs rdma_ucm rdma_rxe # the second is not in every kernel
     [[ -d /sys/module/rdma_rxe && -d /sys/module/ib_uverbs ]] || trouble "the kernel did not load rdma_rxe"
     ip -batch - <<<"link set lo up
-        link add rx0 type dummy
-        link add rx1 type dummy
+        link add rx0 mtu $2 type dummy
+        link add rx1 mtu $2 type dummy
         addr add 10.77.0.1/24 dev rx0
         addr add 10.77.1.1/24 dev rx1
         link set rx0 up
@@ -560,7 +566,7 @@ GUEST
             esac
             printf 'export %s=%q\n' "$name" "${!name}"
         done
-        [[ -n ${2-} ]] && printf 'devices %q\n' "$CACHE/kernel"
+        [[ -n ${2-} ]] && printf 'devices %q %q\n' "$CACHE/kernel" "$MTU"
         # shellcheck disable=SC2016 # expanded in the guest
         ((verbose)) && echo 'read -r n rest </proc/uptime; echo "rxe-setup: the guest is ready, $n s after its start" >&2'
         printf 'cd -- %q || trouble "the folder %q is not there"\n' "$PWD" "$PWD"
@@ -594,6 +600,9 @@ boot_guest() { # [SECONDS]
     ((verbose)) && run+=(--verbose)
     run+=(--qemu-opts -fsdev "local,id=rxe_usr,path=/usr,security_model=none,multidevs=remap,readonly=on"
         -device "virtio-9p-pci,fsdev=rxe_usr,mount_tag=rxe_usr")
+    # Emulated, "rep movsb" copies byte by byte, and nobody takes it for the fast way without the first two
+    # flags; a fifth level of page tables and the toggling of SMAP cost time and give a guest nothing.
+    [[ $accel == kvm ]] || run+=(-cpu "max,erms=off,fsrm=off,la57=off,smap=off")
     for ((i = 0; i < ${#writable[@]}; i++)); do
         run+=(-fsdev "local,id=rxe_dir$i,path=${writable[i]},security_model=none,multidevs=remap"
             -device "virtio-9p-pci,fsdev=rxe_dir$i,mount_tag=rxe_dir$i")
@@ -773,9 +782,27 @@ cargo_run() {
     fi
     ((${#found[@]} == 1)) || usage_error "cargo run: ${#found[@]} programs match, choose one with --bin or --example"
     executable=${found[0]}
+    share_outputs "${free[@]}" "${after[@]}"
     has_option -q --quiet || printf "     Running \`%s\`\n" "$(quoted "${executable#"$PWD"/}" "${free[@]}" "${after[@]}")" >&2
     rm -rf -- "$run_dir"
     run_in_guest "$(quoted "$executable" "${free[@]}" "${after[@]}")"
+}
+
+# Lets the guest write to the folders that the program's options name.
+share_outputs() { # ARG...
+    local -a names
+    local name
+    mapfile -t names < <(jq -r '.packages[].metadata["rxe-setup"]?["output-folders"]?[]?' "$metadata")
+    while (($#)); do
+        for name in "${names[@]}"; do
+            if [[ $1 == "$name="?* ]]; then
+                add_writable "${1#*=}"
+            elif [[ $1 == "$name" && -n ${2-} ]]; then
+                add_writable "$2"
+            fi
+        done
+        shift
+    done
 }
 
 # Runs one test program as cargo does. Used here and, as text, in the guest.
@@ -859,9 +886,13 @@ cargo_test() {
     return "$failed"
 }
 
-add_writable() {
-    mkdir -p -- "$1"
-    [[ $1/ == "$ROOT/target/"* ]] || writable+=("$1")
+add_writable() { # DIR
+    local dir known
+    mkdir -p -- "$1" || die "the folder $1 cannot be made"
+    dir=$(cd -- "$1" && pwd -P) || die "the folder $1 cannot be entered"
+    [[ $dir == *[,[:space:]]* ]] && die "the guest needs folders without spaces and commas, not $dir"
+    for known in "${writable[@]}"; do [[ $dir/ == "$known/"* ]] && return; done
+    writable+=("$dir")
 }
 
 # --------------------------------------------------------------------- main
@@ -913,7 +944,8 @@ status() {
 }
 
 main() {
-    local action=''
+    local action='' dir
+    local -a write=()
     cmd=()
     while (($#)); do
         case $1 in
@@ -923,6 +955,12 @@ main() {
         --with)
             (($# > 1)) || usage_error "--with needs nic, rxe or guest"
             with=$2
+            shift
+            ;;
+        --write=*) write+=("${1#*=}") ;;
+        --write)
+            (($# > 1)) || usage_error "--write needs a folder"
+            write+=("$2")
             shift
             ;;
         --)
@@ -953,6 +991,7 @@ main() {
     fi
     choose_rung
     prepare
+    for dir in "${write[@]}"; do add_writable "$dir"; done
     [[ $rung == guest ]] || run_here
     if [[ $(basename -- "${cmd[0]}") == cargo ]]; then
         run_cargo

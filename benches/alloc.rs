@@ -77,9 +77,7 @@ fn run() -> Result<(), String> {
         }
         true
     };
-    let Some(report) = contest::run(&asked.groups, &asked.options, progress)? else {
-        return Ok(());
-    };
+    let report = contest::run(&asked.groups, &asked.options, progress)?;
     if asked.json {
         println!("{}", report.json());
     } else {

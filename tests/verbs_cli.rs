@@ -1,9 +1,9 @@
-//! The command line on a verbs device: the registration bench end to end, small.
+//! The command line on a verbs device: the benches that need one end to end, small.
 #![cfg(all(feature = "cli", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
 
 mod cli;
 
-use cli::{Left, check_registration, pinpool, run};
+use cli::{Left, check_registration, check_transfer, pinpool, run};
 use pinpool::Device;
 
 fn first_device() -> String {
@@ -35,6 +35,20 @@ fn the_bench_runs_on_each_kind_of_page_and_says_which() {
         let v = left.object();
         check_registration(&v, &SIZES);
         assert_eq!((&v["page_size"], &v["per_call"]["page_size"]), (&size.into(), &size.into()));
+    }
+}
+
+#[test]
+fn messages_pass_and_are_verified_whoever_registers() {
+    let args = ["bench", "transfer", "--json", "--sizes", "4K,1M", "--row-seconds", "0", "--quick"];
+    for pages in ["base", "2M"] {
+        let left =
+            run(&[&args[..], &["--pages", pages, "--buffers", "4", "--cached", "4"]].concat());
+        assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""), "{}", left.stdout);
+        let v = left.object();
+        check_transfer(&v, &[4 << 10, 1 << 20]);
+        assert_eq!(v["device"], first_device());
+        assert_ne!(v["transport"], "soft");
     }
 }
 

@@ -44,7 +44,7 @@ fn the_device_shows_with_its_ports() {
     assert_eq!(leases["untried"], Value::Array(Vec::new()));
     // Soft RoCE does not check a window's range.
     let lacking = leases["lacking"].as_array().expect("a list");
-    assert_eq!(lacking.contains(&"range".into()), info.transport == "rxe", "{leases}");
+    assert_eq!(lacking.contains(&"range".into()), d["transport"] == "rxe", "{leases}");
 
     let left = run(&["doctor", "--device", &info.name, "--capacity", "1M", "--pages", "base"]);
     assert_eq!(left.code, Some(0), "{}", left.stderr);

@@ -30,7 +30,7 @@
 //! ```
 //!
 //! # What it can be relied on for
-//! Devices differ in what their windows hold. [`Device::lease_support`] finds out by trying, once a
+//! Devices differ in what their windows hold. [`Device::lease_support`](crate::Device::lease_support) finds out by trying, once a
 //! device: whether a key is refused after revocation, whether neighbouring bytes, rights and other queue
 //! pairs are refused. A lease that is to be relied on for what does not hold, or could not be tried, is
 //! [refused](LeaseError::Lacking). Every lease requires [`Guarantees::REVOCATION`] unless told otherwise;
@@ -38,7 +38,7 @@
 //! so that a leased key reaches the whole arena, and may finish copying a packet that it had begun when the
 //! lease was revoked ([`Guarantees::DRAINED`]).
 //!
-//! Where that is not enough, or windows are missing: give each tenant a pool and a [`Device`] of its own.
+//! Where that is not enough, or windows are missing: give each tenant a pool and a [`Device`](crate::Device) of its own.
 //! Each `Device` is a PD, and no key of one PD works through a queue pair of another. That costs arenas
 //! for every tenant, and holds on every device.
 //!
@@ -245,7 +245,8 @@ impl<R: OneDevice> Lease<R> {
     /// under its key is refused (if [that holds](Guarantees::REVOCATION)).
     ///
     /// This works whatever became of the peer, and of the queue pair: one that is in error cannot
-    /// invalidate the window, which then is given back to the device instead.
+    /// invalidate the window, which then is given back to the device instead. So is one that the peer has
+    /// invalidated itself (SEND with invalidate), though devices put the queue pair in error then.
     ///
     /// # Errors
     /// [`RevokeError`], if neither was possible. The buffer is kept out of use for ever.

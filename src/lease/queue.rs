@@ -48,7 +48,8 @@ pub enum Completions {
     PolledFor(Others),
     /// Somebody else polls, and passes the completions for which [`LeaseQp::is_mine`] on to
     /// [`LeaseQp::complete`]. Binding then does not wait, and what is to end is invalidated in the
-    /// background, unless [`Lease::revoke`](super::Lease::revoke) waits for it, on another thread than
+    /// background, unless [`Lease::revoke`](super::Lease::revoke) or
+    /// [`exchange`](super::Lease::exchange) waits for it, on another thread than
     /// the one that polls.
     Routed,
 }
@@ -71,13 +72,13 @@ pub struct QpOptions {
     pub completions: Completions,
     /// The upper 16 bits of the `wr_id`s of the leases' requests; 0x1ea5 unless set.
     pub tag: u16,
-    /// How long a call waits for a completion; five seconds unless set.
+    /// How long a call waits for a completion; ten seconds unless set.
     pub timeout: Duration,
 }
 
 impl Default for QpOptions {
     fn default() -> Self {
-        Self { completions: Completions::default(), tag: 0x1ea5, timeout: Duration::from_secs(5) }
+        Self { completions: Completions::default(), tag: 0x1ea5, timeout: Duration::from_secs(10) }
     }
 }
 
@@ -224,7 +225,7 @@ impl LeaseQp {
     /// # Safety
     /// 1. `qp` is null, or an `ibv_qp *` of the libibverbs that this process has loaded.
     /// 2. It, and its send completion queue, exist until the result was dropped or closed.
-    /// 3. Nobody else invalidates the windows of its leases, as a `SEND_WITH_INV` of the peer would.
+    /// 3. Nobody else on this host posts requests that name the leases' keys.
     #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
     pub unsafe fn from_raw(
         device: &Device,
@@ -335,7 +336,11 @@ impl LeaseQp {
 
     /// Takes a completion that somebody else polled ([`Completions::Routed`]): its `wr_id`, `status` and
     /// `vendor_err`. False if it [is not](LeaseQp::is_mine) a lease's.
-    pub fn complete(&self, wr_id: u64, status: u32, vendor_err: u32) -> bool {
+    ///
+    /// # Safety
+    /// They are those of a completion of this queue pair's send queue, passed on once: by a made-up success a
+    /// buffer would go back while its peer can still write to it.
+    pub unsafe fn complete(&self, wr_id: u64, status: u32, vendor_err: u32) -> bool {
         self.inner.note(wr_id, status, vendor_err)
     }
 

@@ -92,3 +92,35 @@ fn check_row(row: &Value) {
     // All three are rounded to a tenth.
     assert!((shown / ratio - 1.0).abs() < 0.05 || (shown - ratio).abs() < 0.1, "{row}");
 }
+
+/// Holds the object of a transfer bench in which nothing failed to its form. `sizes` are in order.
+#[track_caller]
+pub(crate) fn check_transfer(v: &Value, sizes: &[u64]) {
+    const WAYS: [&str; 4] = ["pool", "register-per-message", "registration-cache", "bounce-buffer"];
+    assert_eq!(v["bench"], "transfer");
+    for text in ["device", "transport", "kernel", "cpu"] {
+        assert!(v[text].as_str().is_some_and(|s| !s.is_empty()), "{text}");
+    }
+    assert_eq!(v["failures"], Value::Array(Vec::new()));
+    let rows = v["rows"].as_array().expect("rows");
+    let found = rows.iter().map(|r| (r["bytes"].as_u64(), r["contender"].as_str()));
+    let expected = sizes.iter().flat_map(|&s| WAYS.map(|w| (Some(s), Some(w))));
+    assert_eq!(found.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+    for row in rows {
+        assert_eq!(row["errors"], 0, "{row}");
+        let number = |v: &Value| v.as_f64().unwrap_or_else(|| panic!("no number in {row}"));
+        assert!(number(&row["messages"]) >= 14.0, "{row}");
+        for (side, parts) in [
+            ("messages_per_s", &["min", "median", "max"][..]),
+            ("cpu_ns_per_byte", &["min", "median", "max"]),
+            ("ns", &["min", "median", "p99", "p999"]),
+        ] {
+            assert_eq!(keys(&row[side]), parts, "{row}");
+            let parts: Vec<f64> = parts.iter().map(|p| number(&row[side][p])).collect();
+            assert!(parts.is_sorted() && parts[1] > 0.0, "{row}");
+        }
+        let look_ups = row["look_ups"].as_u64();
+        assert_eq!(look_ups.is_some(), row["contender"] == "registration-cache", "{row}");
+        assert!(row["hits"].as_u64() <= look_ups, "{row}");
+    }
+}

@@ -38,11 +38,9 @@ impl RawQp {
             .filter_map(|i| {
                 let mut gid = ffi::ibv_gid { raw: [0; 16] };
                 // SAFETY: the context is open, `gid` is writable; both members are 16 bytes.
-                let raw = unsafe {
-                    (ffi::ibv_query_gid(context, PORT, i, &mut gid) == 0).then(|| gid.raw)
-                };
-                raw.filter(|raw| std::net::Ipv6Addr::from(*raw).to_ipv4_mapped().is_some())
-                    .map(|raw| (i as u8, raw))
+                let (r, raw) = unsafe { (ffi::ibv_query_gid(context, PORT, i, &mut gid), gid.raw) };
+                let v4 = std::net::Ipv6Addr::from(raw).to_ipv4_mapped().is_some();
+                (r == 0 && v4).then_some((i as u8, raw))
             })
             .next()
             .expect("a GID that stands for an IPv4 address");

@@ -8,7 +8,7 @@ use std::{
 use clap::{Parser, Subcommand, error::ErrorKind};
 use pinpool::{Bytes, Device};
 
-use crate::{bench::Bench, doctor};
+use crate::{bench::Asked, doctor};
 
 /// Prepares for, and measures, a pinned-memory pool for RDMA on this machine.
 #[derive(Parser)]
@@ -24,7 +24,7 @@ pub(crate) enum Command {
     Doctor(doctor::Args),
     /// Measure what the pool saves.
     #[command(subcommand)]
-    Bench(Bench),
+    Bench(Asked),
 }
 
 impl Cli {
@@ -73,14 +73,31 @@ pub(crate) enum Failure {
 impl Failure {
     /// Says it on stderr and gives the exit code.
     pub(crate) fn report(&self) -> ExitCode {
-        let (text, code) = match self {
-            Self::Usage(text) => (text.as_str(), 2),
-            Self::Failed(text) => (text.as_str(), 1),
-            Self::Interrupted => ("interrupted; everything was given back, nothing is shown", 130),
-        };
-        say(text);
-        ExitCode::from(code)
+        say(self.text());
+        ExitCode::from(match self {
+            Self::Usage(_) => 2,
+            Self::Failed(_) => 1,
+            Self::Interrupted => 130,
+        })
     }
+
+    /// What it says.
+    pub(crate) fn text(&self) -> &str {
+        match self {
+            Self::Usage(text) | Self::Failed(text) => text,
+            Self::Interrupted => {
+                "interrupted; everything was given back, and the report is partial"
+            }
+        }
+    }
+}
+
+/// Prints the result on stdout.
+pub(crate) fn emit(result: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{}", result.trim_end())
+        .and_then(|()| out.flush())
+        .map_err(|e| Failure::Failed(format!("the result could not be written to stdout: {e}")))
 }
 
 /// Prints a line for the user beside the result. A closed stderr is no reason to stop.
@@ -106,6 +123,12 @@ pub(crate) struct DeviceArgs {
 }
 
 impl DeviceArgs {
+    /// The flags that ask for the same.
+    pub(crate) fn flags(&self) -> Vec<String> {
+        let device = self.device.iter().flat_map(|d| ["--device".to_owned(), d.clone()]);
+        device.chain(self.soft.then(|| "--soft".to_owned())).collect()
+    }
+
     /// Opens the device asked for; never another one in its place.
     pub(crate) fn open(&self) -> Result<Device, Failure> {
         if self.soft { Ok(Device::soft()) } else { self.open_verbs() }

@@ -7,10 +7,7 @@ use pinpool::{
 };
 use serde_json::{Value, json};
 
-use crate::{
-    bench::report,
-    cli::{DeviceArgs, Failure, parse_bytes},
-};
+use crate::cli::{DeviceArgs, Failure, emit, parse_bytes};
 
 /// Look this machine over for a pool: what it would use, and what to change
 ///
@@ -81,11 +78,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         PageChoice::Base => Pages::Base,
     };
     let found = doctor(&options).map_err(|e| Failure::Usage(e.to_string()))?;
-    report::emit(&if args.json {
-        object(&found, device.as_ref()).to_string()
-    } else {
-        found.to_string()
-    })?;
+    emit(&if args.json { object(&found, device.as_ref()).to_string() } else { found.to_string() })?;
     match found.problems.len() {
         0 => Ok(()),
         1 => Err(Failure::Failed("there is something to change, see above".to_owned())),

@@ -9,11 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clap::ValueEnum;
-use pinpool::{Access, Event, PageSize, Pages, Pool};
+use pinpool::{Access, Event, Pool};
 use serde_json::{Value, json};
 
 use super::{
+    Bench, Report,
+    device::PageChoice,
+    figures::{Axis, Panel, Point, Unit},
     interrupted,
     report::{self, Environment, Progress, Summary, Table, show_count, show_ns},
 };
@@ -21,7 +23,6 @@ use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
 /// Compare the slowest allocs while a pool grows with those while it does not.
 #[derive(clap::Args)]
-#[command(after_long_help = METHOD)]
 pub(crate) struct Args {
     #[command(flatten)]
     device: DeviceArgs,
@@ -42,13 +43,9 @@ pub(crate) struct Args {
     /// The pages
     #[arg(long, value_enum, default_value_t = PageChoice::Base)]
     pages: PageChoice,
-    /// How often each row is measured
-    #[arg(long, value_name = "N", default_value_t = 7)]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=1000))]
-    reps: u16,
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    json: bool,
+    /// How often each row is measured [default: 7, with --quick 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    reps: Option<u16>,
 }
 
 const METHOD: &str = "\
@@ -61,9 +58,7 @@ of a thousand (p99.9), over all threads.
 
 Bias: Both sides hold what reading the clock costs (the table shows it). Mapping and zeroing pages takes a \
 processor: with as many threads as processors, the grower takes turns with them, and what that costs them is in \
-the growing side. The quiet side runs second, on warm caches.
-
-Exit code: 0 all went well; 1 something failed; 2 wrong call or no such device; 130 interrupted.";
+the growing side. The quiet side runs second, on warm caches.";
 
 const STEP: usize = 1 << 20;
 /// Allocs that are not counted at the start of each side.
@@ -77,27 +72,6 @@ fn parse_capacity(text: &str) -> Result<usize, String> {
         return Err(format!("it is no multiple of {} up to 1 TiB", show_bytes(STEP)));
     }
     Ok(size)
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum PageChoice {
-    /// The system's base pages
-    Base,
-    /// 2 MiB hugepages, or an error
-    #[value(name = "2M")]
-    Huge2M,
-    /// 2 MiB hugepages arena by arena, base pages where there are none
-    Prefer,
-}
-
-impl From<PageChoice> for Pages {
-    fn from(choice: PageChoice) -> Self {
-        match choice {
-            PageChoice::Base => Pages::Base,
-            PageChoice::Huge2M => Pages::Require(PageSize::Huge2M),
-            PageChoice::Prefer => Pages::Prefer(PageSize::Huge2M),
-        }
-    }
 }
 
 /// Counts of times in nanoseconds: exact below a limit, and one by one above.
@@ -191,10 +165,11 @@ struct Job {
     args_capacity: usize,
     max_capacity: usize,
     arena: usize,
+    reps: u16,
 }
 
 impl Job {
-    fn of(args: &Args) -> Result<Self, Failure> {
+    fn of(args: &Args, quick: bool) -> Result<Self, Failure> {
         let quarter = available() / 4 / STEP * STEP;
         let most = args.capacity.saturating_mul(16).min(quarter.max(args.capacity * 2));
         let max_capacity = args.max_capacity.unwrap_or(most);
@@ -207,7 +182,8 @@ impl Job {
         }
         let eighth = (max_capacity / 8).next_power_of_two().max(STEP);
         let arena = args.arena.unwrap_or(eighth.min(64 << 20));
-        Ok(Self { args_capacity: args.capacity, max_capacity, arena })
+        let reps = args.reps.unwrap_or(if quick { 3 } else { 7 });
+        Ok(Self { args_capacity: args.capacity, max_capacity, arena, reps })
     }
 
     fn rep(&self, args: &Args, threads: usize) -> Result<Rep, Failure> {
@@ -218,7 +194,7 @@ impl Job {
         let builder = Pool::builder()
             .device(device)
             .access(Access::LOCAL_WRITE)
-            .pages(args.pages.into())
+            .pages(args.pages.pages())
             .capacity(self.args_capacity)
             .arena_size(self.arena)
             .max_capacity(self.max_capacity)
@@ -336,19 +312,47 @@ impl Row {
     }
 }
 
-/// Measures and prints.
-pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let job = Job::of(args)?;
+/// The bench.
+pub(crate) struct Growth;
+
+impl Bench for Growth {
+    type Args = Args;
+
+    fn name(&self) -> &'static str {
+        "growth"
+    }
+
+    fn method(&self) -> &'static str {
+        METHOD
+    }
+
+    fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
+        let job = Job::of(args, quick)?;
+        let rows = measure(&job, args)?;
+        let (object, text) = (object(&job, args, &rows)?, table(&job, args, &rows)?);
+        Ok(Report { object, text, failures: Vec::new() })
+    }
+
+    fn panels(&self, object: &Value) -> Vec<Panel> {
+        panels(object)
+    }
+}
+
+/// Measures all rows in turns, until all is done or the user wants no more.
+fn measure(job: &Job, args: &Args) -> Result<Vec<Row>, Failure> {
     let mut rows: Vec<Row> =
         args.threads.iter().map(|&n| Row { threads: usize::from(n), reps: Vec::new() }).collect();
-    let mut progress = Progress::new((usize::from(args.reps) + 1) * rows.len());
-    for rep in 0..=args.reps {
+    let mut progress = Progress::new((usize::from(job.reps) + 1) * rows.len());
+    'reps: for rep in 0..=job.reps {
         for row in &mut rows {
             if interrupted() {
-                return Err(Failure::Interrupted);
+                break 'reps;
             }
             progress.at(format!("{} threads", row.threads));
-            let done = job.rep(args, row.threads)?;
+            let done = match job.rep(args, row.threads) {
+                Err(Failure::Interrupted) => break 'reps,
+                done => done?,
+            };
             progress.step_done();
             // The first round has the machine's memory and the program's code brought up.
             if rep > 0 {
@@ -356,10 +360,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             }
         }
     }
-    drop(progress);
-    let text =
-        if args.json { object(&job, args, &rows)?.to_string() } else { table(&job, args, &rows)? };
-    report::emit(&text)
+    rows.retain(|row| !row.reps.is_empty());
+    Ok(rows)
 }
 
 fn object(job: &Job, args: &Args, rows: &[Row]) -> Result<Value, Failure> {
@@ -383,7 +385,7 @@ fn object(job: &Job, args: &Args, rows: &[Row]) -> Result<Value, Failure> {
         "kernel": env.kernel,
         "cpu": env.cpu,
         "cpus": env.cpus,
-        "reps": args.reps,
+        "reps": job.reps,
         "capacity": job.args_capacity,
         "max_capacity": job.max_capacity,
         "arena": job.arena,
@@ -429,9 +431,25 @@ fn table(job: &Job, args: &Args, rows: &[Row]) -> Result<String, Failure> {
         show_bytes(job.args_capacity),
         show_bytes(job.max_capacity),
         show_bytes(job.arena),
-        args.reps,
+        job.reps,
         show_ns(report::clock_cost().as_nanos() as f64),
     ))
+}
+
+/// The figures of such an object.
+fn panels(object: &Value) -> Vec<Panel> {
+    let mut points = Vec::new();
+    for row in object["rows"].as_array().into_iter().flatten() {
+        let sides = [("while it grows", "growing_p999_ns"), ("while it does not", "quiet_p999_ns")];
+        let threads = row["threads"].as_f64().unwrap_or_default();
+        points.extend(
+            sides
+                .iter()
+                .filter_map(|(name, key)| Some(Point::single(name, threads, row[key].as_f64()?))),
+        );
+    }
+    let title = "The slowest of a thousand allocs (p99.9)";
+    vec![Panel::new("p999", title, Unit::Time, Axis::Threads, points)]
 }
 
 #[cfg(test)]

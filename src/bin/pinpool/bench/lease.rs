@@ -6,16 +6,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clap::ValueEnum;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 use pinpool::loopback::Pair;
-use pinpool::{
-    Access, Buf, Device, LeaseQp, PageSize, Pages, Pool,
-    device::{MrRequest, Registrar},
-};
+use pinpool::{Access, Buf, Device, LeaseQp, Pages, Pool, device::MrRequest};
 use serde_json::{Value, json};
 
 use super::{
+    Bench, Report,
+    device::{GRANULE, NoThp, PageChoice, registrar},
+    figures::{Axis, Panel, Point, Unit},
     interrupted,
     report::{self, Environment, Progress, Summary, Table},
 };
@@ -23,7 +22,6 @@ use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
 /// Compare leasing a buffer of a pool with registering it.
 #[derive(clap::Args)]
-#[command(after_long_help = METHOD)]
 pub(crate) struct Args {
     #[command(flatten)]
     device: DeviceArgs,
@@ -31,16 +29,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE,..", value_delimiter = ',', value_parser = parse_size)]
     #[arg(default_value = "4K,64K,1M,16M")]
     sizes: Vec<usize>,
-    /// How often each side does it with each size, rounded up to whole runs of 20
-    #[arg(long, value_name = "N", default_value_t = 500)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    samples: u32,
+    /// How often each side does it with each size, rounded up to whole runs of 20 [default: 500, with
+    /// --quick 100]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    samples: Option<u32>,
     /// The pages that the buffers are on
     #[arg(long, value_enum, default_value_t = PageChoice::Prefer)]
     pages: PageChoice,
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    json: bool,
 }
 
 const METHOD: &str = "\
@@ -56,11 +51,8 @@ Bias: One thread, one queue pair, nothing else under way on it. On a device made
 emulated guest, a completion waits for the system to run the device's code. The software device's \
 registering is an mlock of pages that are locked already.
 
-Proof: With each size, a byte is written by the peer through a lease before anything is timed.
+Proof: With each size, a byte is written by the peer through a lease before anything is timed.";
 
-Exit code: 0 all went well; 1 something failed; 2 wrong call or no such device; 130 interrupted.";
-
-const GRANULE: usize = 4096;
 const LARGEST: usize = 64 << 20;
 /// Samples that a side takes in a row.
 const RUN: usize = 20;
@@ -75,17 +67,6 @@ fn parse_size(text: &str) -> Result<usize, String> {
     Ok(size)
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum PageChoice {
-    /// The system's base pages, none of them transparently huge
-    Base,
-    /// 2 MiB hugepages, or an error
-    #[value(name = "2M")]
-    Huge2M,
-    /// 2 MiB hugepages if enough are free, else base pages
-    Prefer,
-}
-
 /// What the peer comes through.
 enum Peer {
     Soft,
@@ -93,13 +74,16 @@ enum Peer {
     Verbs(Box<Pair>),
 }
 
-struct Bench {
+/// The bench while it runs.
+struct Run {
     // Leases end before the pair goes.
     qp: LeaseQp,
     peer: Peer,
     pool: Pool,
     device: Device,
     clock: Duration,
+    /// Until this goes, if pages shall be small.
+    _no_thp: Option<NoThp>,
 }
 
 #[derive(Default)]
@@ -114,78 +98,63 @@ fn failed(e: impl ToString) -> Failure {
     Failure::Failed(e.to_string())
 }
 
-/// Measures and prints.
-pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let mut bench = Bench::start(args)?;
-    let mut sizes = args.sizes.clone();
-    sizes.sort_unstable();
-    sizes.dedup();
-    let mut progress = Progress::new(sizes.len());
-    let mut rows = Vec::new();
-    for bytes in sizes {
-        progress.at(show_bytes(bytes));
-        rows.push(bench.row(bytes, args.samples as usize, &progress)?);
-        progress.step_done();
+/// The bench.
+pub(crate) struct Leases;
+
+impl Bench for Leases {
+    type Args = Args;
+
+    fn name(&self) -> &'static str {
+        "lease"
     }
-    drop(progress);
-    let page_size = bench.pool.arenas()[0].page_size;
-    let support = bench.qp.support().to_string();
-    let stats = bench.qp.stats();
-    let info = bench.device.info();
-    let environment = Environment::read();
-    if args.json {
-        let rows: Vec<Value> = rows.iter().map(Row::json).collect();
-        report::emit(
-            &json!({
-                "bench": "lease",
-                "device": info.name,
-                "transport": info.transport,
-                "kernel": environment.kernel,
-                "page_size": page_size,
-                "rows": rows,
-                "windows": stats.windows,
-                "leases": stats.leased,
-                "support": support,
-                "cpu": environment.cpu,
-                "cpus": environment.cpus,
-            })
-            .to_string(),
-        )
-    } else {
-        let mut table = Table::new(&[
-            "size",
-            "lease +\nrevoke",
-            "posted\napart",
-            "register +\nderegister",
-            "lease /\nregister",
-        ]);
-        rows.iter().for_each(|row| table.row(row.cells()));
-        report::emit(&format!(
-            "{} ({}), kernel {}, {} x {}, pages of {}\nwindows: {support}; {} of them served {} leases\n\n{table}",
-            info.name,
-            info.transport,
-            environment.kernel,
-            environment.cpus,
-            environment.cpu,
-            show_bytes(page_size),
-            stats.windows,
-            stats.leased,
-        ))
+
+    fn method(&self) -> &'static str {
+        METHOD
+    }
+
+    fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
+        let mut run = Run::start(args)?;
+        let samples = args.samples.unwrap_or(if quick { 100 } else { 500 });
+        let mut sizes = args.sizes.clone();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let mut progress = Progress::new(sizes.len());
+        let mut rows = Vec::new();
+        for bytes in sizes {
+            progress.at(show_bytes(bytes));
+            rows.push(run.row(bytes, samples as usize, &progress)?);
+            progress.step_done();
+        }
+        drop(progress);
+        rows.retain(|row| !row.register.is_empty());
+        Ok(run.report(&rows))
+    }
+
+    fn panels(&self, object: &Value) -> Vec<Panel> {
+        let mut points = Vec::new();
+        for row in object["rows"].as_array().into_iter().flatten() {
+            let x = row["bytes"].as_f64().unwrap_or_default();
+            let sides = [
+                ("lease + revoke", "lease_ns"),
+                ("lease + revoke, posted apart", "apart_ns"),
+                ("register + deregister", "register_ns"),
+            ];
+            points.extend(
+                sides
+                    .iter()
+                    .filter_map(|(name, key)| Some(Point::single(name, x, row[key].as_f64()?))),
+            );
+        }
+        let title = "A key of its own for a buffer, and its end";
+        vec![Panel::new("time", title, Unit::Time, Axis::Bytes, points)]
     }
 }
 
-impl Bench {
+impl Run {
     fn start(args: &Args) -> Result<Self, Failure> {
         let device = args.device.open()?;
-        let pages = match args.pages {
-            PageChoice::Base => Pages::Base,
-            PageChoice::Huge2M => Pages::Require(PageSize::Huge2M),
-            PageChoice::Prefer => Pages::Prefer(PageSize::Huge2M),
-        };
-        if pages == Pages::Base {
-            nix::sys::prctl::set_thp_disable(true)
-                .map_err(|e| Failure::Failed(format!("turning transparent hugepages off: {e}")))?;
-        }
+        let pages = args.pages.pages();
+        let no_thp = (pages == Pages::Base).then(NoThp::new).transpose()?;
         let largest = args.sizes.iter().copied().max().unwrap_or(GRANULE);
         // The buffer, the next one, and a page to write from.
         let capacity = (2 * largest + (2 << 20)).next_multiple_of(2 << 20);
@@ -198,9 +167,52 @@ impl Bench {
             .build()
             .map_err(failed)?;
         let (peer, qp) = connect(&device)?;
-        Ok(Self { qp, peer, pool, device, clock: report::clock_cost() })
+        Ok(Self { qp, peer, pool, device, clock: report::clock_cost(), _no_thp: no_thp })
     }
 
+    /// What is to be said.
+    fn report(&self, rows: &[Row]) -> Report {
+        let page_size = self.pool.arenas()[0].page_size;
+        let support = self.qp.support().to_string();
+        let stats = self.qp.stats();
+        let info = self.device.info();
+        let environment = Environment::read();
+        let object = json!({
+            "bench": "lease",
+            "device": info.name,
+            "transport": info.transport,
+            "kernel": environment.kernel,
+            "page_size": page_size,
+            "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
+            "windows": stats.windows,
+            "leases": stats.leased,
+            "support": support,
+            "cpu": environment.cpu,
+            "cpus": environment.cpus,
+        });
+        let mut table = Table::new(&[
+            "size",
+            "lease +\nrevoke",
+            "posted\napart",
+            "register +\nderegister",
+            "lease /\nregister",
+        ]);
+        rows.iter().for_each(|row| table.row(row.cells()));
+        let text = format!(
+            "{} ({}), kernel {}, {} x {}, pages of {}\nwindows: {support}; {} of them served {} leases\n\n{table}",
+            info.name,
+            info.transport,
+            environment.kernel,
+            environment.cpus,
+            environment.cpu,
+            show_bytes(page_size),
+            stats.windows,
+            stats.leased,
+        );
+        Report { object, text, failures: Vec::new() }
+    }
+
+    /// Measures one size, until it has its samples or the user wants no more.
     fn row(&mut self, bytes: usize, samples: usize, progress: &Progress) -> Result<Row, Failure> {
         let mut row = Row { bytes, ..Row::default() };
         let mut buf = self.pool.alloc(bytes).map_err(failed)?;
@@ -210,7 +222,7 @@ impl Bench {
         let ns = |d: Duration| d.saturating_sub(self.clock).as_nanos() as f64;
         while row.register.len() < samples {
             if interrupted() {
-                return Err(Failure::Interrupted);
+                break;
             }
             for i in 0..=RUN {
                 let (took, back) = self.apart(buf)?;
@@ -244,7 +256,7 @@ impl Bench {
 
     /// Registers the buffer's own memory once more, and deregisters it.
     fn register(&self, buf: &Buf) -> Result<Duration, Failure> {
-        let registrar = self.registrar()?;
+        let registrar = registrar(&self.device);
         let addr = NonNull::new(buf.as_ptr().cast_mut()).ok_or_else(|| failed("null"))?;
         let page_size = self.pool.arenas()[0].page_size;
         let access = Access::LOCAL_WRITE | RIGHTS;
@@ -256,15 +268,6 @@ impl Bench {
         // SAFETY: registered just now, and passed once.
         unsafe { registrar.deregister(made.handle) }.map_err(failed)?;
         Ok(start.elapsed())
-    }
-
-    fn registrar(&self) -> Result<&dyn Registrar, Failure> {
-        #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
-        if let Some(verbs) = self.device.as_verbs() {
-            return Ok(verbs);
-        }
-        let soft = self.device.as_soft().map(|s| s as &dyn Registrar);
-        soft.ok_or_else(|| failed("the device cannot be asked directly"))
     }
 
     /// Has the peer write a byte to the leased buffer.

@@ -2,31 +2,32 @@
 //! a pool that was registered once.
 
 mod outcome;
-mod peer;
 mod sides;
 
 use std::time::{Duration, Instant};
 
-use clap::ValueEnum;
 use pinpool::{Device, PageSize, Pages};
+use serde_json::Value;
 
 use self::{
     outcome::{Held, Outcome, Row},
-    peer::Peer,
-    sides::{GRANULE, Sides},
+    sides::Sides,
 };
 use super::{
+    Bench, Report,
+    device::{GRANULE, NoThp, PageChoice},
+    figures::Panel,
     interrupted,
+    peer::Peer,
     report::{self, Environment, Progress},
 };
-use crate::cli::{DeviceArgs, Failure, parse_bytes, say, show_bytes};
+use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
 /// Compare registering a buffer for each use with taking it from a pool.
 ///
 /// For each size, in turns: `ibv_reg_mr` + `ibv_dereg_mr` of a buffer that is mapped and in memory, and
 /// alloc + free on a pool that was registered when it was built.
 #[derive(clap::Args)]
-#[command(after_long_help = METHOD)]
 pub(crate) struct Args {
     #[command(flatten)]
     device: DeviceArgs,
@@ -38,15 +39,12 @@ pub(crate) struct Args {
     #[arg(long = "samples", value_name = "N", default_value_t = 500)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
     turns: u32,
-    /// Seconds after which a size has turns enough, once it has 15
-    #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = parse_seconds)]
-    row_seconds: f64,
+    /// Seconds after which a size has turns enough, once it has 15 [default: 2, with --quick 0.5]
+    #[arg(long, value_name = "SECONDS", value_parser = report::parse_seconds)]
+    row_seconds: Option<f64>,
     /// The pages of both sides
     #[arg(long, value_enum, default_value_t = PageChoice::Base)]
     pages: PageChoice,
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    json: bool,
 }
 
 const METHOD: &str = "\
@@ -67,9 +65,7 @@ out what a program pays that also maps and touches its buffers anew. In an emula
 are emulated.
 
 Proof: First, each size is written and read by RDMA through the keys of both sides, and the smallest \
-once more at the end. What is registered and pinned before and after must be the same.
-
-Exit code: 0 all went well; 1 something failed; 2 wrong call or no such device; 130 interrupted.";
+once more at the end. What is registered and pinned before and after must be the same.";
 
 const LARGEST: usize = 64 << 20;
 /// How often all sizes are gone through, so that what disturbs the machine for a while does not fall on
@@ -95,11 +91,6 @@ fn parse_size(text: &str) -> Result<usize, String> {
     Ok(size)
 }
 
-fn parse_seconds(text: &str) -> Result<f64, String> {
-    let seconds = text.parse::<f64>().ok().filter(|s| (0.0..=3600.0).contains(s));
-    seconds.ok_or_else(|| "it is no number of seconds from 0 to 3600".to_owned())
-}
-
 impl Args {
     /// Whether a per-call buffer on hugepages would be a part of one.
     fn cuts_hugepages(&self) -> bool {
@@ -107,73 +98,60 @@ impl Args {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum PageChoice {
-    /// The system's base pages, none of them transparently huge
-    Base,
-    /// 2 MiB hugepages, or an error
-    #[value(name = "2M")]
-    Huge2M,
-    /// 2 MiB hugepages if enough are free for both sides, else base pages
-    Prefer,
-}
+pub(crate) struct Registration;
 
-impl PageChoice {
-    fn pages(self) -> Pages {
-        match self {
-            Self::Base => Pages::Base,
-            Self::Huge2M => Pages::Require(PageSize::Huge2M),
-            Self::Prefer => Pages::Prefer(PageSize::Huge2M),
-        }
-    }
-}
+impl Bench for Registration {
+    type Args = Args;
 
-/// Measures, prints, and says whether anything failed.
-pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let device = args.device.open()?;
-    let before = Held::now(&device);
-    let mut bench = Bench::start(args, &device)?;
-    let rows = bench.rows(args);
-    let outcome = bench.finish(&device, before, rows);
-    if interrupted() {
-        return Err(Failure::Interrupted);
+    fn name(&self) -> &'static str {
+        "registration"
     }
-    report::emit(&if args.json { outcome.json().to_string() } else { outcome.table() })?;
-    match outcome.failures.as_slice() {
-        [] => Ok(()),
-        [rest @ .., last] => {
-            rest.iter().for_each(|f| say(f));
-            Err(Failure::Failed(last.clone()))
-        }
+
+    fn method(&self) -> &'static str {
+        METHOD
+    }
+
+    fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
+        let device = args.device.open()?;
+        let before = Held::now(&device);
+        let mut run = Run::start(args, quick, &device)?;
+        let rows = run.rows(args);
+        let outcome = run.finish(&device, before, rows);
+        Ok(Report { object: outcome.json(), text: outcome.table(), failures: outcome.failures })
+    }
+
+    fn panels(&self, object: &Value) -> Vec<Panel> {
+        outcome::panels(object)
     }
 }
 
 /// The bench while it runs.
-struct Bench {
+struct Run {
     sides: Sides,
     peer: Peer,
     clock: Duration,
     /// Why hugepages are not used, or should not be.
     note: Option<&'static str>,
+    /// What a size takes.
+    seconds: f64,
+    /// Until this goes, if pages shall be small.
+    _no_thp: Option<NoThp>,
 }
 
-impl Bench {
-    fn start(args: &Args, device: &Device) -> Result<Self, Failure> {
+impl Run {
+    fn start(args: &Args, quick: bool, device: &Device) -> Result<Self, Failure> {
         let largest = args.sizes.iter().copied().max().unwrap_or(GRANULE);
         let note = outcome::fork_note(device).filter(|_| args.cuts_hugepages());
         let pages = match args.pages.pages() {
             Pages::Prefer(_) if note.is_some() => Pages::Base,
             pages => pages,
         };
-        if pages == Pages::Base {
-            // Else the pages might be huge all the same, on one side or both.
-            nix::sys::prctl::set_thp_disable(true)
-                .map_err(|e| Failure::Failed(format!("turning transparent hugepages off: {e}")))?;
-        }
+        let no_thp = (pages == Pages::Base).then(NoThp::new).transpose()?;
         let sides = Sides::build(device, largest, pages);
         let sides = sides.map_err(|e| Failure::Failed(e.to_string()))?;
         let peer = Peer::connect(device).map_err(Failure::Failed)?;
-        Ok(Self { sides, peer, clock: report::clock_cost(), note })
+        let seconds = args.row_seconds.unwrap_or(if quick { 0.5 } else { 2.0 });
+        Ok(Self { sides, peer, clock: report::clock_cost(), note, seconds, _no_thp: no_thp })
     }
 
     /// Measures each size, smallest first, and all of them again in each pass, until the user wants no
@@ -194,7 +172,7 @@ impl Bench {
         for pass in 0..PASSES {
             for row in &mut rows {
                 progress.at(format!("timing, {}", show_bytes(row.bytes)));
-                self.pass(args, row, turns * (pass + 1) / PASSES, &progress);
+                self.pass(row, turns * (pass + 1) / PASSES, &progress);
                 progress.step_done();
             }
         }
@@ -206,7 +184,7 @@ impl Bench {
     }
 
     /// Times both sides in turns, until there are so many or the pass's time is over.
-    fn pass(&mut self, args: &Args, row: &mut Row, turns: usize, progress: &Progress) {
+    fn pass(&mut self, row: &mut Row, turns: usize, progress: &Progress) {
         if row.given_up() || interrupted() {
             return;
         }
@@ -217,7 +195,7 @@ impl Bench {
         let start = Instant::now();
         let before = row.pool.len();
         for turn in 0..turns.saturating_sub(before) {
-            let share = start.elapsed().as_secs_f64() * PASSES as f64 / args.row_seconds;
+            let share = start.elapsed().as_secs_f64() * PASSES as f64 / self.seconds;
             let enough = turn >= LEAST_TURNS && share >= 1.0;
             if enough || row.given_up() || interrupted() {
                 break;
@@ -270,7 +248,7 @@ impl Bench {
 
     /// Takes everything down and gathers what is to be said.
     fn finish(self, device: &Device, before: Held, rows: Vec<Row>) -> Outcome {
-        let Self { sides: Sides { pool, per_call, pool_counts }, peer, clock, note } = self;
+        let Self { sides: Sides { pool, per_call, pool_counts }, peer, clock, note, .. } = self;
         let arenas = pool.arenas();
         let per_call_memory = *per_call.arena();
         let per_call_counts = per_call.counts().clone();

@@ -1,18 +1,18 @@
-//! What the benches share on the way out: sample statistics, facts about the machine, progress, a
-//! table for people and one JSON object for programs.
+//! What the benches share on the way out: sample statistics, facts about the machine, progress, and a
+//! table for people.
 
 use std::{
     fmt, fs,
-    io::{self, Write},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Map, Value, json};
 
-use crate::cli::{Failure, show_bytes};
+use crate::cli::show_bytes;
 
-/// Order statistics of one side's samples, in nanoseconds.
+/// Order statistics of samples.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Summary {
     pub(crate) samples: usize,
@@ -20,6 +20,7 @@ pub(crate) struct Summary {
     pub(crate) median: f64,
     pub(crate) p99: f64,
     pub(crate) p999: f64,
+    pub(crate) max: f64,
 }
 
 impl Summary {
@@ -36,6 +37,7 @@ impl Summary {
             median: (s[(n - 1) / 2] + s[n / 2]) / 2.0,
             p99: rank(990),
             p999: rank(999),
+            max: s[n - 1],
         })
     }
 
@@ -63,6 +65,12 @@ pub(crate) fn show_ns(ns: f64) -> String {
     };
     let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
     format!("{value:.decimals$} {unit}")
+}
+
+/// Reads a number of seconds from the command line.
+pub(crate) fn parse_seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|s| (0.0..=3600.0).contains(s));
+    seconds.ok_or_else(|| "it is no number of seconds from 0 to 3600".to_owned())
 }
 
 /// A whole number with its thousands apart.
@@ -172,13 +180,26 @@ pub(crate) struct Progress {
 /// A step is counted in hundredths.
 const PARTS: u64 = 100;
 
+/// Which of several benches is under way.
+static STAGE: Mutex<String> = Mutex::new(String::new());
+
+/// Names, for all progress to come, which of several benches is under way.
+pub(crate) fn set_stage(stage: String) {
+    *STAGE.lock().unwrap_or_else(|e| e.into_inner()) = stage;
+}
+
 impl Progress {
     /// Starts to show progress over that many steps.
     pub(crate) fn new(steps: usize) -> Self {
         let target = ProgressDrawTarget::stderr();
         let bar = ProgressBar::with_draw_target(Some(steps as u64 * PARTS), target);
-        if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3} %  {msg}") {
+        let template = "{prefix}{bar:30} {percent:>3} %  {eta} left  {msg}";
+        if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
+        }
+        let stage = STAGE.lock().unwrap_or_else(|e| e.into_inner());
+        if !stage.is_empty() {
+            bar.set_prefix(format!("{stage}  "));
         }
         Self { bar, done: 0 }
     }
@@ -251,14 +272,6 @@ impl fmt::Display for Table {
     }
 }
 
-/// Prints the result on stdout.
-pub(crate) fn emit(result: &str) -> Result<(), Failure> {
-    let mut out = io::stdout().lock();
-    writeln!(out, "{}", result.trim_end())
-        .and_then(|()| out.flush())
-        .map_err(|e| Failure::Failed(format!("the result could not be written to stdout: {e}")))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -267,7 +280,8 @@ mod tests {
     fn percentiles_are_samples_by_nearest_rank() {
         let samples: Vec<f64> = (1..=1000).rev().map(f64::from).collect();
         let s = Summary::of(&samples).expect("samples");
-        let expected = Summary { samples: 1000, min: 1.0, median: 500.5, p99: 990.0, p999: 999.0 };
+        let [min, median, p99, p999, max] = [1.0, 500.5, 990.0, 999.0, 1000.0];
+        let expected = Summary { samples: 1000, min, median, p99, p999, max };
         assert_eq!(s, expected);
         let one = Summary::of(&[7.0]).expect("one");
         assert_eq!((one.min, one.median, one.p99, one.p999), (7.0, 7.0, 7.0, 7.0));

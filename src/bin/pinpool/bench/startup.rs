@@ -13,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clap::ValueEnum;
 use pinpool::{
     Access, Device, PageSize, Pages, Pool, RegisterError, Stage,
     device::{MrRequest, Registrar},
@@ -21,31 +20,29 @@ use pinpool::{
 use serde_json::{Value, json};
 
 use super::{
+    Bench, Report,
+    device::{NoThp, PageChoice, registrar},
+    figures::{Axis, Panel, Point, Unit},
     interrupted,
-    report::{self, Environment, Progress, Summary, Table},
+    report::{Environment, Progress, Summary, Table},
 };
 use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
 /// Compare building a pool with mapping and faulting in the same bytes by plain threads.
 #[derive(clap::Args)]
-#[command(after_long_help = METHOD)]
 pub(crate) struct Args {
     #[command(flatten)]
     device: DeviceArgs,
     /// Bytes of the pool, in whole 2 MiB [default: 8G if that many hugepages are free, else up to 8G, but
-    /// no more than half of the memory available]
+    /// no more than half of the memory available; with --quick 512M]
     #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
     capacity: Option<usize>,
     /// The pages of both sides
     #[arg(long, value_enum, default_value_t = PageChoice::Prefer)]
     pages: PageChoice,
-    /// How often each side comes up with each number of threads
-    #[arg(long, value_name = "N", default_value_t = 5)]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=1000))]
-    reps: u16,
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    json: bool,
+    /// How often each side comes up with each number of threads [default: 5, with --quick 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    reps: Option<u16>,
 }
 
 const METHOD: &str = "\
@@ -62,9 +59,7 @@ off for this process). Where the machine is virtual, memory that it has not touc
 time; the uncounted round is to have that done with.
 
 Hugepages have to be reserved beforehand: \
-`echo 4096 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages` for 8 GiB.
-
-Exit code: 0 all went well; 1 something failed; 2 wrong call or no such device; 130 interrupted.";
+`echo 4096 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages` for 8 GiB.";
 
 const HUGE: usize = PageSize::Huge2M.bytes();
 const WISHED: usize = 8 << 30;
@@ -79,55 +74,37 @@ fn parse_capacity(text: &str) -> Result<usize, String> {
     Ok(size)
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum PageChoice {
-    /// The system's base pages, none of them transparently huge
-    Base,
-    /// 2 MiB hugepages, or an error
-    #[value(name = "2M")]
-    Huge2M,
-    /// 2 MiB hugepages if enough are free, else base pages
-    Prefer,
-}
-
 /// What is to be brought up.
 struct Job {
     device: Device,
     bytes: usize,
     page_size: usize,
+    reps: usize,
+    /// Until this goes, if pages shall be small.
+    _no_thp: Option<NoThp>,
 }
 
 impl Job {
-    fn of(args: &Args) -> Result<Self, Failure> {
+    fn of(args: &Args, quick: bool) -> Result<Self, Failure> {
         let device = args.device.open()?;
         let huge = free_hugepages().saturating_mul(HUGE);
-        let default = || if huge >= WISHED { WISHED } else { fitting() };
+        let wished = if quick { 512 << 20 } else { WISHED };
         let (bytes, page_size) = match args.pages {
-            PageChoice::Base => (args.capacity.unwrap_or_else(fitting), base_page()),
-            PageChoice::Huge2M => (args.capacity.unwrap_or(huge.clamp(HUGE, WISHED)), HUGE),
+            PageChoice::Base => (args.capacity.unwrap_or_else(|| fitting(wished)), base_page()),
+            PageChoice::Huge2M => (args.capacity.unwrap_or(huge.clamp(HUGE, wished)), HUGE),
             PageChoice::Prefer => {
+                let default = || if huge >= wished { wished } else { fitting(wished) };
                 let bytes = args.capacity.unwrap_or_else(default);
                 (bytes, if huge >= bytes { HUGE } else { base_page() })
             }
         };
-        if page_size < HUGE {
-            nix::sys::prctl::set_thp_disable(true)
-                .map_err(|e| Failure::Failed(format!("turning transparent hugepages off: {e}")))?;
-        }
-        Ok(Self { device, bytes, page_size })
+        let no_thp = (page_size < HUGE).then(NoThp::new).transpose()?;
+        let reps = args.reps.map_or(if quick { 3 } else { 5 }, usize::from);
+        Ok(Self { device, bytes, page_size, reps, _no_thp: no_thp })
     }
 
     fn pages(&self) -> Pages {
         if self.page_size == HUGE { Pages::Require(PageSize::Huge2M) } else { Pages::Base }
-    }
-
-    fn registrar(&self) -> Result<&dyn Registrar, Failure> {
-        #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
-        if let Some(verbs) = self.device.as_verbs() {
-            return Ok(verbs);
-        }
-        let soft = self.device.as_soft().map(|s| s as &dyn Registrar);
-        soft.ok_or_else(|| Failure::Failed("the device cannot be asked directly".to_owned()))
     }
 
     /// Builds a pool, and gives its times and the lengths of its arenas.
@@ -163,7 +140,7 @@ impl Job {
         mapping.touch(threads);
         let up = start.elapsed();
         let register = mapping
-            .register(threads, arenas, self.registrar()?)
+            .register(threads, arenas, registrar(&self.device))
             .map_err(|e| Failure::Failed(e.to_string()))?;
         Ok(Sample { up, register })
     }
@@ -184,12 +161,12 @@ fn free_hugepages() -> usize {
 }
 
 /// Half of the memory available, in whole 64 MiB, up to what is wished.
-fn fitting() -> usize {
+fn fitting(wished: usize) -> usize {
     let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
     let kb: usize = line.and_then(|l| l.split_whitespace().next()?.parse().ok()).unwrap_or(0);
     const STEP: usize = 64 << 20;
-    ((kb << 10) / 2 / STEP * STEP).clamp(STEP, WISHED)
+    ((kb << 10) / 2 / STEP * STEP).clamp(STEP, wished)
 }
 
 #[derive(Clone, Copy)]
@@ -323,16 +300,39 @@ impl Row {
     }
 }
 
-/// Measures and prints.
-pub(crate) fn run(args: &Args) -> Result<(), Failure> {
-    let job = Job::of(args)?;
+pub(crate) struct Startup;
+
+impl Bench for Startup {
+    type Args = Args;
+
+    fn name(&self) -> &'static str {
+        "startup"
+    }
+
+    fn method(&self) -> &'static str {
+        METHOD
+    }
+
+    fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
+        let job = Job::of(args, quick)?;
+        let rows = measure(&job)?;
+        Ok(Report { object: object(&job, &rows), text: table(&job, &rows), failures: Vec::new() })
+    }
+
+    fn panels(&self, object: &Value) -> Vec<Panel> {
+        panels(object)
+    }
+}
+
+/// Has both sides come up in turns, until all is done or the user wants no more.
+fn measure(job: &Job) -> Result<Vec<Row>, Failure> {
     let mut rows: Vec<Row> =
         THREADS.iter().map(|&threads| Row { threads, ..Row::default() }).collect();
-    let mut progress = Progress::new((usize::from(args.reps) + 1) * rows.len() * 2);
-    for rep in 0..=args.reps {
+    let mut progress = Progress::new((job.reps + 1) * rows.len() * 2);
+    for rep in 0..=job.reps {
         for row in &mut rows {
             if interrupted() {
-                return Err(Failure::Interrupted);
+                break;
             }
             progress.at(format!("{} on {} threads", show_bytes(job.bytes), row.threads));
             let (pool, arenas) = job.pool(row.threads, &progress)?;
@@ -346,18 +346,16 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             }
         }
     }
-    drop(progress);
-    let text =
-        if args.json { object(&job, args, &rows).to_string() } else { table(&job, args, &rows) };
-    report::emit(&text)
+    rows.retain(|row| !row.pool.is_empty());
+    Ok(rows)
 }
 
 fn speed_up(rows: &[Row]) -> f64 {
-    let [one, two] = [0, 1].map(|i: usize| rows.get(i).map_or(0.0, |r| r.ms()[0]));
+    let [one, two] = [0, 1].map(|i: usize| rows.get(i).map_or(f64::NAN, |r| r.ms()[0]));
     one / two
 }
 
-fn object(job: &Job, args: &Args, rows: &[Row]) -> Value {
+fn object(job: &Job, rows: &[Row]) -> Value {
     let (info, env) = (job.device.info(), Environment::read());
     let hundredths = |ms: f64| (ms * 100.0).round() / 100.0;
     let row = |r: &Row| {
@@ -379,13 +377,13 @@ fn object(job: &Job, args: &Args, rows: &[Row]) -> Value {
         "kernel": env.kernel,
         "cpu": env.cpu,
         "cpus": env.cpus,
-        "reps": args.reps,
+        "reps": job.reps,
         "rows": rows.iter().map(row).collect::<Vec<_>>(),
         "speed_up": hundredths(speed_up(rows)),
     })
 }
 
-fn table(job: &Job, args: &Args, rows: &[Row]) -> String {
+fn table(job: &Job, rows: &[Row]) -> String {
     let (info, env) = (job.device.info(), Environment::read());
     let mut table = Table::new(&[
         "\nthreads",
@@ -416,7 +414,41 @@ fn table(job: &Job, args: &Args, rows: &[Row]) -> String {
         env.cpu,
         show_bytes(job.bytes),
         show_bytes(job.page_size),
-        args.reps,
+        job.reps,
         speed_up(rows),
     )
+}
+
+/// The figures of such an object.
+fn panels(object: &Value) -> Vec<Panel> {
+    let rows = object["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let points = |sides: [(&str, &str); 2]| {
+        let mut points = Vec::new();
+        for row in rows {
+            let threads = row["threads"].as_f64().unwrap_or_default();
+            points.extend(sides.iter().filter_map(|(name, key)| {
+                Some(Point::single(name, threads, row[key].as_f64()? * 1e6))
+            }));
+        }
+        points
+    };
+    let bytes = rows.first().and_then(|r| r["bytes"].as_u64()).unwrap_or(0);
+    let bytes = show_bytes(bytes as usize);
+    let panel =
+        |id, title: String, sides| Panel::new(id, &title, Unit::Time, Axis::Threads, points(sides));
+    vec![
+        panel(
+            "up",
+            format!("Until {bytes} are there"),
+            [
+                ("pool: map, fault in, register", "pool_ms"),
+                ("plain threads: map, fault in", "bare_ms"),
+            ],
+        ),
+        panel(
+            "register",
+            format!("In register calls for {bytes}"),
+            [("pool", "register_ms"), ("plain register calls", "bare_register_ms")],
+        ),
+    ]
 }

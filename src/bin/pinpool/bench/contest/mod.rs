@@ -2,34 +2,34 @@
 //!
 //! `run` goes case by case. It sets the case up for every contender and checks each; then all take turns,
 //! one repetition at a time, the first one changing, so that what disturbs the machine meets them alike.
-//! This module knows nothing of command lines: the program and `cargo bench` both have it.
+//! This module knows nothing of command lines: the program and the benches of `cargo bench` all have it.
 
-mod batch;
-mod bed;
+pub(crate) mod batch;
+pub(crate) mod bed;
 mod build;
 mod burst;
-mod check;
-mod churn;
+pub(crate) mod check;
+pub(crate) mod churn;
 mod clock;
-mod contender;
-mod cpu;
+pub(crate) mod contender;
+pub(crate) mod cpu;
 mod fill;
 mod floor;
 mod general;
 mod handoff;
 mod keys_of;
-mod measure;
+pub(crate) mod measure;
 mod opaque;
-mod pair;
+pub(crate) mod pair;
 mod pools;
 mod queues;
-mod random;
-mod registry;
+pub(crate) mod random;
+pub(crate) mod registry;
 mod report;
 mod ring;
 #[cfg(feature = "rivals")]
 mod ruapc;
-mod spec;
+pub(crate) mod spec;
 mod threads;
 mod worker;
 
@@ -111,12 +111,12 @@ pub(crate) fn served() -> Result<bool, String> {
 }
 
 /// Runs whole groups of cases. `progress` is told what is under way and the share done, and says whether
-/// to go on. `None` if it did not.
+/// to go on; if it did not, the report holds what there was until then.
 pub(crate) fn run(
     groups: &[Group],
     options: &Options,
     mut progress: impl FnMut(&str, f64) -> bool,
-) -> Result<Option<Report>, String> {
+) -> Result<Report, String> {
     options.check(groups)?;
     let mut report = Report::new(groups, options.reps);
     report.pinned = cpu::pin(0);
@@ -138,11 +138,11 @@ pub(crate) fn run(
         let mut step =
             |share: f64| progress(&report::title(spec), (i as f64 + share) / specs.len() as f64);
         if !step(0.0) {
-            return Ok(None);
+            break;
         }
         let bed = Bed::new(spec.capacity(options.quick), spec.arenas);
         let go_on = match spec.case {
-            Case::Fill => fill_all(&bed, spec, options, &mut report),
+            Case::Fill => fill_all(&bed, spec, options, &mut report, &mut step),
             _ => time_all(
                 &Contest { bed: &bed, spec, plan: options.plan(*group), options },
                 &mut worker,
@@ -152,11 +152,11 @@ pub(crate) fn run(
         };
         report.page_sizes.extend(bed.page_sizes());
         if !go_on {
-            return Ok(None);
+            break;
         }
     }
     cpu::unpin();
-    Ok(Some(report))
+    Ok(report)
 }
 
 /// One case, with all that its contenders are set up from.
@@ -222,7 +222,7 @@ impl Runner for Elsewhere {
     }
 }
 
-/// Times one case; false if it was told to stop.
+/// Times one case; false if it was told to stop: the contenders then have the repetitions they got.
 fn time_all(
     contest: &Contest<'_>,
     worker: &mut Option<Elsewhere>,
@@ -231,11 +231,13 @@ fn time_all(
 ) -> Result<bool, String> {
     let mut entries = contest.entries(worker, report);
     let (n, reps) = (entries.len(), contest.options.reps);
+    let mut go_on = true;
     // The first round warms up.
-    for round in 0..=reps {
+    'rounds: for round in 0..=reps {
         for turn in 0..n {
-            if !step((round * n + turn) as f64 / ((reps + 1) * n) as f64) {
-                return Ok(false);
+            go_on = step((round * n + turn) as f64 / ((reps + 1) * n) as f64);
+            if !go_on {
+                break 'rounds;
             }
             let entry = &mut entries[(round + turn) % n];
             let rep = entry.runner.rep();
@@ -246,7 +248,7 @@ fn time_all(
             }
         }
     }
-    for entry in entries {
+    for entry in entries.into_iter().filter(|e| !e.reps.is_empty()) {
         for (i, op) in contest.spec.case.ops().iter().enumerate() {
             let pick = |f: fn(&Rep) -> f64| -> Vec<f64> {
                 entry.reps.iter().map(|rep| f(&rep[i])).collect()
@@ -266,11 +268,21 @@ fn time_all(
             });
         }
     }
-    Ok(true)
+    Ok(go_on)
 }
 
-fn fill_all(bed: &Bed, spec: &Spec, options: &Options, report: &mut Report) -> bool {
-    for (name, ..) in ALL.iter().filter(|(name, ..)| options.wants(name)) {
+/// Fills up one contender after the other; false if it was told to stop.
+fn fill_all(
+    bed: &Bed,
+    spec: &Spec,
+    options: &Options,
+    report: &mut Report,
+    step: &mut impl FnMut(f64) -> bool,
+) -> bool {
+    for (i, (name, ..)) in ALL.iter().filter(|(name, ..)| options.wants(name)).enumerate() {
+        if !step(i as f64 / ALL.len() as f64) {
+            return false;
+        }
         let visit = FillUp { bed, spec, times: options.reps };
         match registry::with(name, visit).unwrap_or(Ok(None)) {
             Ok(None) => {}

@@ -6,12 +6,16 @@ use std::{
     time::Duration,
 };
 
-use pinpool::{ArenaInfo, Bytes, Device, PageSize, device::DeviceInfo};
+use pinpool::{ArenaInfo, Bytes, Device, device::DeviceInfo};
 use serde_json::{Map, Value, json};
 
 use super::sides;
 use crate::{
-    bench::report::{self, Environment, Summary, Table, show_count, show_ns},
+    bench::{
+        device::{build_time, show_pages},
+        figures::{Axis, Panel, Point, Unit},
+        report::{self, Environment, Summary, Table, show_count, show_ns},
+    },
     cli::show_bytes,
 };
 
@@ -193,9 +197,9 @@ impl Outcome {
         self.failures.extend(self.after.changed_from(&self.before));
     }
 
-    /// The time that one part of building the pool took, over all arenas.
+    /// What one part of building the pool took.
     fn build_time(&self, part: impl Fn(&ArenaInfo) -> Duration) -> Duration {
-        self.arenas.iter().map(part).sum()
+        build_time(&self.arenas, part)
     }
 
     fn page_size(&self) -> usize {
@@ -308,13 +312,7 @@ impl Outcome {
     }
 
     fn show_pages(&self) -> String {
-        let size = self.page_size();
-        let mut text = format!("{} on both sides", show_bytes(size));
-        // Base pages may be huge behind the scenes, for both sides alike.
-        if let Some(thp) = self.environment.thp.as_ref().filter(|_| size < PageSize::Huge2M.bytes())
-        {
-            text.push_str(&format!("; transparent hugepages: {thp}"));
-        }
+        let mut text = show_pages(self.page_size(), self.environment.thp.as_ref());
         if let Some(note) = self.note {
             text.push_str(&format!("; {note}"));
         }
@@ -378,4 +376,16 @@ fn row_cells(row: &Row) -> Vec<String> {
     cells.extend(sides.into_iter().flatten());
     cells.extend([ratio, row.errors.to_string()]);
     cells
+}
+
+/// The figures of such an object.
+pub(super) fn panels(object: &Value) -> Vec<Panel> {
+    let mut points = Vec::new();
+    for row in object["rows"].as_array().into_iter().flatten() {
+        let sides = [("register + deregister", "per_call_ns"), ("pool: alloc + free", "pool_ns")];
+        let x = row["bytes"].as_f64().unwrap_or_default();
+        points.extend(sides.into_iter().filter_map(|(name, key)| Point::of(name, x, &row[key])));
+    }
+    let title = "A registered buffer for each use";
+    vec![Panel::new("time", title, Unit::Time, Axis::Bytes, points)]
 }

@@ -1,14 +1,14 @@
-//! Moves bytes through the keys of two registered buffers and looks whether they arrived: by queue
-//! pairs on a verbs device, by the software device's own peer otherwise.
+//! Moves bytes through the keys of registered buffers, as RDMA WRITE and READ and as messages, and looks
+//! whether they arrived: by queue pairs on a verbs device, by the software device's own peer otherwise.
 
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 use pinpool::loopback::Pair;
-use pinpool::{Buf, Device, RemoteBuf, Sge, device::SoftDevice};
+use pinpool::{Device, RKey, RemoteBuf, Sge, device::SoftDevice};
 
 /// One registered buffer with both its names.
 pub(crate) struct End<'a> {
     name: &'static str,
-    bytes: &'a mut Buf,
+    bytes: &'a mut [u8],
     local: Sge,
     remote: RemoteBuf,
 }
@@ -21,7 +21,7 @@ impl<'a> End<'a> {
     /// result.
     pub(crate) unsafe fn new(
         name: &'static str,
-        bytes: &'a mut Buf,
+        bytes: &'a mut [u8],
         local: Sge,
         remote: RemoteBuf,
     ) -> Self {
@@ -76,8 +76,39 @@ impl Peer {
         compare(near.bytes, seed).map_err(from)
     }
 
+    /// Sends a message and waits until it has been received. On the software device the peer copies it.
+    ///
+    /// # Safety
+    /// During the call, if the keys are valid: both ranges stay mapped, nobody writes what `from` names,
+    /// and nobody uses what `into` names, whose key for peers is `rkey`.
+    pub(crate) unsafe fn send(&mut self, from: Sge, into: Sge, rkey: RKey) -> Result<(), String> {
+        match self {
+            Self::Soft(device) => {
+                let soft = soft(device)?;
+                soft.check_local(&from, false).map_err(|e| e.to_string())?;
+                soft.check_local(&into, true).map_err(|e| e.to_string())?;
+                // SAFETY: the range is registered, so mapped, and nobody writes it (contract).
+                let bytes = unsafe {
+                    std::slice::from_raw_parts(from.addr as *const u8, from.length as usize)
+                };
+                // SAFETY: nobody uses the range (contract).
+                unsafe { soft.write(rkey, into.addr, bytes) }.map_err(|e| e.to_string())
+            }
+            #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+            Self::Verbs(pair) => {
+                // SAFETY: the caller's guarantees. No receive is posted: each is waited for, or the pair
+                // is stopped.
+                let done = unsafe { pair.send_recv(from, into) }.map_err(|e| e.to_string())?;
+                match done.byte_len == from.length {
+                    true => Ok(()),
+                    false => Err(format!("{} bytes sent, {} received", from.length, done.byte_len)),
+                }
+            }
+        }
+    }
+
     /// Makes a pair that an earlier error stopped work again.
-    fn ready(&mut self) -> Result<(), String> {
+    pub(crate) fn ready(&mut self) -> Result<(), String> {
         match self {
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
             Self::Verbs(pair) if pair.is_stopped() => pair.reset().map_err(|e| e.to_string()),
