@@ -298,7 +298,7 @@ fn each_call_of_each_step_that_fails_leaves_nothing_pinned_mapped_or_taken() {
         (MapStep::Map, 3),
         (MapStep::Bind, 3),
         (MapStep::FaultIn, 6),
-        (MapStep::Table, 2),
+        (MapStep::Table, 3),
     ];
     for (pages, threads) in [(Pages::Base, 1), (HUGE, 1), (HUGE, 3)] {
         let dry = FaultyMapping::new();
