@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Barrier,
+        Arc, Barrier,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread,
@@ -191,6 +191,8 @@ impl Job {
         let device = args.device.open()?;
         let (told, refused) = std::sync::mpsc::channel();
         let told = std::sync::Mutex::new(told);
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
         let builder = Pool::builder()
             .device(device)
             .access(Access::LOCAL_WRITE)
@@ -203,12 +205,13 @@ impl Job {
             .on_event(move |e| {
                 if let (Event::GrowthFailed { error, .. }, Ok(told)) = (e, told.lock()) {
                     let _ = told.send(error.to_string());
+                    stopped.store(true, Relaxed);
                 }
             });
         // The threads are there before the pool is, so that it does not grow while they start.
         let (ready, half) = (Barrier::new(threads + 1), Barrier::new(threads + 1));
         let handle: std::sync::OnceLock<Result<Pool, String>> = std::sync::OnceLock::new();
-        let (quiet_over, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+        let quiet_over = AtomicBool::new(false);
         let grown_after = AtomicU64::new(0);
         let (mut growing, mut quiet) = (Times::new(), Times::new());
         let mut stats = None;
@@ -233,9 +236,10 @@ impl Job {
             let start = Instant::now();
             ready.wait();
             if let Ok(pool) = pool {
+                // Looking at the books would have the threads take their slow paths.
                 while pool.capacity() < pool.max_capacity() && !stop.load(Relaxed) {
                     thread::sleep(Duration::from_millis(2));
-                    if interrupted() || pool.stats().growth_failures > 0 {
+                    if interrupted() {
                         stop.store(true, Relaxed);
                     }
                 }
