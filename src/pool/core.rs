@@ -97,6 +97,7 @@ impl Core {
     /// `rails`: whether keys are asked for by device.
     pub(super) fn build(plan: Plan, rails: bool) -> Result<NonNull<Self>, BuildError> {
         let (access, stride, capacity, pad) = (plan.access, plan.stride, plan.capacity, plan.pad);
+        let max_capacity = plan.max_capacity();
         let max_len = (0..plan.slots()).map(|slot| plan.len_of(slot)).max().unwrap_or(0);
         let bell = Arc::new(Bell::new());
         let grower = Grower::new(&plan, bell.clone());
@@ -134,7 +135,7 @@ impl Core {
             posts: Posts::default(),
             waiters: Waiters::new(),
             waited: Mutex::new(Waited::default()),
-            depot: Depot::new(Limits { capacity }),
+            depot: Depot::new(Limits::new(capacity, max_capacity)),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
             recalls: AtomicU64::new(0),

@@ -310,6 +310,7 @@ impl Core {
                     self.slabs.prepare_arena(standing.offset, standing.len);
                     self.publish(&standing);
                     self.slabs.add_arena(standing.offset, standing.len);
+                    self.depot.limits.follow(self.slabs.capacity());
                     self.show(arenas);
                     drop(guard);
                     g.growths.fetch_add(1, Relaxed);
@@ -401,6 +402,7 @@ impl Core {
         let Some(arenas) = guard.as_mut() else { return false };
         // From here on no block of it can be had.
         let Some(offset) = self.slabs.remove_arena(slot) else { return false };
+        self.depot.limits.follow(self.slabs.capacity());
         self.slabs.map().unpublish(offset);
         let mut told = Vec::new();
         arenas.shrink(slot, &mut told);
