@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Up to `N` scatter-gather elements, in order, each laid out as `struct ibv_sge` is: a work request's
-/// `sg_list` is [`as_ptr`](SgList::as_ptr), its `num_sge` [`len`](SgList::len). Lies where it is put, on the
+/// `sg_list` is [`as_ptr`](slice::as_ptr), its `num_sge` [`len`](slice::len). Lies where it is put, on the
 /// stack say; nothing is allocated.
 ///
 /// It borrows the buffers, so none of them can be dropped while it is there. Once the work request has been

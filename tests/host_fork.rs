@@ -309,3 +309,27 @@ fn a_child_whose_thread_ends_waits_for_no_lock_that_another_thread_held() {
     });
     pool.check();
 }
+
+#[test]
+fn b25_nothing_is_unmapped_under_a_token() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    // In a process of its own, since what it loses stays lost. The pool is that process's, so it is no child
+    // to it.
+    let status = in_child(|| {
+        let device = Device::soft();
+        let pool = soft(1 << 20).device(device.clone()).build().unwrap();
+        let other = pool.alloc(64).unwrap();
+        let mut buf = pool.alloc(5000).unwrap();
+        buf.fill(7);
+        let addr = buf.as_ptr();
+        let _lost = buf.into_token();
+        let handle = pool.clone();
+        drop(pool);
+        let live = matches!(handle.close(), Err(CloseError::Live { buffers: 2, .. }));
+        drop(other);
+        let registered = device.as_soft().unwrap().regions() == 1;
+        // SAFETY: the arena stays mapped while a token of it is out, and nobody else uses the block.
+        live && registered && unsafe { addr.add(4999).read() } == 7
+    });
+    assert_eq!(status, 0, "the child's exit status");
+}

@@ -20,9 +20,7 @@ use std::{
 };
 
 use common::{Rng, soft};
-use pinpool::{
-    AllocError, Batch, Buf, CloseError, Device, Outcome, PostError, SgList, SgListError, TokenError,
-};
+use pinpool::{AllocError, Batch, Buf, Outcome, PostError, SgList, SgListError, TokenError};
 
 /// Scales a count down where the processor is emulated.
 fn scaled(n: usize) -> usize {
@@ -64,22 +62,10 @@ fn b25_a_buffer_in_flight_is_nobody_elses_until_it_completes() {
         assert_eq!(pool.stats().in_flight, 1);
         drop(rest);
         pool.check();
-        assert!(matches!(pool.close(), Err(CloseError::Live { buffers: 1, .. })));
+        // Its operator gives it back.
+        drop(pool.from_token(list[0].token).unwrap());
+        pool.close().unwrap();
     }
-}
-
-#[test]
-fn b25_nothing_is_unmapped_under_a_token() {
-    let device = Device::soft();
-    let pool = soft(1 << 20).device(device.clone()).build().unwrap();
-    let mut buf = pool.alloc(5000).unwrap();
-    buf.fill(7);
-    let addr = buf.as_ptr();
-    let _token = buf.into_token();
-    drop(pool);
-    assert_eq!(device.as_soft().unwrap().regions(), 1, "still registered");
-    // SAFETY: the arena stays mapped while a token of it is out, and nobody else uses the block.
-    assert_eq!(unsafe { addr.add(4999).read() }, 7);
 }
 
 #[test]
@@ -509,5 +495,9 @@ fn random_flights_agree_with_a_naive_account() {
         assert_eq!(listed, mine);
         pool.check();
         assert_eq!(pool.stats().live_buffers, flying.len());
+        for token in mine {
+            drop(pool.from_token(token).unwrap());
+        }
+        pool.close().unwrap();
     }
 }

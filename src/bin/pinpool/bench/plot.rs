@@ -181,7 +181,7 @@ fn draw_lines(area: &Area<'_>, panel: &Panel) -> Done {
         line(area, points.iter().map(|p| at(p)).collect(), look.colour, look.width)?;
         for point in &points {
             let (px, py) = at(point);
-            if bars {
+            if bars && point.min.is_some() {
                 // Beside each other, so that all can be seen.
                 let px = px + (2 * i as i32 - n + 1) * 4;
                 let (min, max) = point.range();
@@ -255,8 +255,10 @@ fn draw_dots(area: &Area<'_>, panel: &Panel) -> Done {
         let y = top + 20 + 30 * i as i32;
         let Some(look) = look(&point.contender) else { continue };
         write(area, &point.contender, (left - 12, y - 8), 12.5, INK, HPos::Right)?;
-        let (min, max) = point.range();
-        bar(area, [(x.map(min), y), (x.map(max), y)], look.colour)?;
+        if point.min.is_some() {
+            let (min, max) = point.range();
+            bar(area, [(x.map(min), y), (x.map(max), y)], look.colour)?;
+        }
         mark(area, (x.map(point.median), y), look)?;
         let figure = panel.unit.show(point.median);
         write(area, &figure, (WIDTH as i32 - 20, y - 8), 12.5, INK, HPos::Right)?;
