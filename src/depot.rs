@@ -50,28 +50,53 @@ impl Links for Slots {
 }
 
 /// How large magazines are and how many full ones are kept.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct Limits {
     /// Bytes of the pool.
-    pub(crate) capacity: usize,
+    capacity: AtomicUsize,
+    /// Bytes that it may come to have.
+    most: usize,
 }
 
 impl Limits {
+    pub(crate) fn new(capacity: usize, most: usize) -> Self {
+        Self { capacity: AtomicUsize::new(capacity), most: most.max(capacity) }
+    }
+
+    /// Follows a pool that has grown or shrunk. What is in use beyond new limits stays until it is emptied.
+    pub(crate) fn follow(&self, capacity: usize) {
+        // Relaxed: a measure, which hands nothing over.
+        self.capacity.store(capacity.min(self.most), Relaxed);
+    }
+
+    fn capacity(&self) -> usize {
+        self.capacity.load(Relaxed)
+    }
+
     /// Blocks of one magazine: 512 at most, no more than 2 MiB or 1/64 of the pool, and at least one.
     pub(crate) fn magazine(&self, class: usize) -> usize {
-        let bytes = (self.capacity / 64).min(2 << 20);
+        Self::of(self.capacity(), class)
+    }
+
+    fn of(capacity: usize, class: usize) -> usize {
+        let bytes = (capacity / 64).min(2 << 20);
         (bytes / size_class::size_of(class)).clamp(1, 512)
+    }
+
+    /// Entries that a magazine has room for, whatever it may be used up to now.
+    fn room(&self, class: usize) -> usize {
+        Self::of(self.most, class)
     }
 
     /// Blocks of one class that the depot keeps before it hands magazines back to the slabs: 1/8 of the
     /// pool, and at least two magazines.
     fn depot(&self, class: usize) -> usize {
-        (self.capacity / 8 / size_class::size_of(class)).max(2 * self.magazine(class))
+        (self.capacity() / 8 / size_class::size_of(class)).max(2 * self.magazine(class))
     }
 
     /// Bytes that one thread's magazines may be able to hold, over all classes.
     pub(crate) fn thread(&self) -> usize {
-        self.capacity / 8
+        self.capacity() / 8
     }
 }
 
@@ -117,7 +142,7 @@ impl Depot {
         if let Some(id) = self.classes[class].empty.pop(&self.slots).and_then(NonZeroU32::new) {
             return Magazine(id);
         }
-        let cap = self.limits.magazine(class);
+        let cap = self.limits.room(class);
         let entries = (0..cap).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
         let slot = Slot { link: AtomicU32::new(0), count: AtomicUsize::new(0), entries };
         let index = self.slots.0.push(slot);

@@ -495,7 +495,7 @@ impl Hold<'_> {
     /// Doubles what a magazine of the class may hold, as far as that is within the thread's share.
     fn grow(&mut self, depot: &Depot, class: usize) -> usize {
         let cap = self.cap(depot, class);
-        let more = cap.min(depot.limits.magazine(class) - cap);
+        let more = cap.min(depot.limits.magazine(class).saturating_sub(cap));
         let bytes = Self::bytes(class, more);
         if more == 0 || self.state.reserved + bytes > depot.limits.thread() {
             return cap;

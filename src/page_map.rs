@@ -76,6 +76,11 @@ impl PageMap {
         1 << (self.stride_shift - PAGE_SHIFT)
     }
 
+    /// Brings the entries of an arena's pages into memory.
+    pub(crate) fn populate(&self, offset: usize, len: usize) {
+        self.pages.populate(offset >> PAGE_SHIFT, len >> PAGE_SHIFT);
+    }
+
     /// Makes an arena visible to look-ups.
     pub(crate) fn publish(&self, offset: usize, len: usize, keys: PackedKeys) {
         self.arenas[offset >> self.stride_shift].publish(keys.word(), len as u64);

@@ -58,7 +58,7 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&["bench", "all", "--soft", "--compare", "/no/such.json"], "/no/such.json"),
         (&["bench", "growth", "--soft", "--threads", "0"], "--threads"),
         (&["bench", "growth", "--soft", "--capacity", "5000"], "multiple of 1 MiB"),
-        (&["bench", "growth", "--soft", "--max-capacity", "64M"], "could not grow"),
+        (&["bench", "growth", "--soft", "--max-capacity", "1M"], "could not grow"),
         (&["bench", "lease", "--soft", "--sizes", "2K"], "4 KiB to 64 MiB"),
         (&["bench", "lease", "--soft", "--samples", "0"], "--samples"),
     ] {

@@ -382,6 +382,32 @@ fn failures_in_a_row_are_tried_ever_more_rarely() {
 }
 
 #[test]
+fn who_waits_is_served_by_what_comes_after_a_failure_too() {
+    let calls = faulty(&[Fault::Register(2, EIO), Fault::Register(3, EIO)]);
+    let pool = growing(4).device(Device::custom(calls)).low_watermark(0).build().unwrap();
+    let mut held: Vec<_> = std::iter::from_fn(|| pool.alloc(64 << 10).ok()).collect();
+    let mut n = 0;
+    held.retain(|_| {
+        n += 1;
+        n % 2 == 0
+    });
+    // Half is free, and nobody else asks: only the one that waits says that it is not enough.
+    thread::scope(|s| {
+        let waiter = s.spawn(|| pool.alloc_wait(512 << 10, secs(600)));
+        let mut now = secs(1);
+        while !waiter.is_finished() {
+            let _ = pool.tick(now);
+            now += secs(1);
+            thread::yield_now();
+        }
+        assert_eq!(waiter.join().unwrap().unwrap().len(), 512 << 10);
+    });
+    assert_eq!((pool.stats().growths, pool.stats().growth_failures), (1, 2));
+    drop(held);
+    pool.check();
+}
+
+#[test]
 fn a_registrar_that_panics_costs_an_arena_and_no_more() {
     let calls = Held::new(FaultyRegistrar::new(&Device::soft()));
     let (builder, heard) = heard(growing(4).device(calls.device()));

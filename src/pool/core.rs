@@ -250,7 +250,10 @@ impl Core {
             generation: fork::generation(),
             process: limits::process_id(),
             tokens,
-            depot: Depot::new(Limits { capacity: slabs.capacity() }),
+            depot: Depot::new(Limits::new(
+                slabs.capacity(),
+                parts.grower.max_capacity.max(slabs.capacity()),
+            )),
             outs,
             slabs,
             posts: Posts::default(),

@@ -317,7 +317,9 @@ impl Core {
             return;
         }
         clock.retry_at = None;
-        while !g.stop.load(Relaxed) && (g.wanted.swap(false, Relaxed) || self.is_short()) {
+        // Who waits is short of something, whatever is left.
+        let short = || g.wanted.swap(false, Relaxed) || self.waiters.any() || self.is_short();
+        while !g.stop.load(Relaxed) && short() {
             self.disarm();
             let mut guard = self.arenas.lock();
             let Some(arenas) = guard.as_mut() else { return };
@@ -330,16 +332,14 @@ impl Core {
             later.extend(told.into_iter().map(Later::Told));
             match grown {
                 Ok(Some(standing)) => {
+                    self.slabs.prepare_arena(standing.offset, standing.len);
                     self.publish(&standing);
                     self.slabs.add_arena(standing.offset, standing.len);
+                    self.depot.limits.follow(self.slabs.capacity());
                     self.show(arenas);
                     drop(guard);
                     g.growths.fetch_add(1, Relaxed);
                     self.wake_waiters();
-                    if self.waiters.any() {
-                        // It was not enough for all.
-                        g.wanted.store(true, Relaxed);
-                    }
                     clock.failures = 0;
                     if clock.look_at.is_none() {
                         clock.look_at = Some(now + g.look_interval());
@@ -427,6 +427,7 @@ impl Core {
         let Some(arenas) = guard.as_mut() else { return false };
         // From here on no block of it can be had.
         let Some(offset) = self.slabs.remove_arena(slot) else { return false };
+        self.depot.limits.follow(self.slabs.capacity());
         self.slabs.map().unpublish(offset);
         let mut told = Vec::new();
         arenas.shrink(slot, &mut told);

@@ -10,6 +10,9 @@ use crate::{
     sync::atomic::Ordering::Relaxed,
 };
 
+/// Bytes of most slabs.
+const USUAL_SLAB: usize = 64 << 10;
+
 /// What of one arena is in use. All zero for a slot without one.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct ArenaUse {
@@ -59,6 +62,14 @@ impl State {
 }
 
 impl Slabs {
+    /// Brings the side tables of an arena that is to come into memory, as far as it will probably need them,
+    /// so that allocs meet no page fault there, under the lock at that.
+    pub(crate) fn prepare_arena(&self, offset: usize, len: usize) {
+        self.map.populate(offset, len);
+        let next = self.state.lock().next as usize;
+        self.table.populate(next, len / USUAL_SLAB);
+    }
+
     /// Takes over one more arena, which is published.
     pub(crate) fn add_arena(&self, offset: usize, len: usize) {
         let mut state = self.state.lock();

@@ -535,6 +535,21 @@ impl<T: Zeroable> ZeroedTable<T> {
 }
 
 impl<T> ZeroedTable<T> {
+    /// Brings elements into memory, as they are, so that the first who uses them meets no page fault. Nothing
+    /// depends on it: kernels before 5.14 do not, and what cannot be had is left for then.
+    pub(crate) fn populate(&self, from: usize, count: usize) {
+        let page = base_page();
+        let to = from.saturating_add(count).min(self.len) * size_of::<T>();
+        let from = from.min(self.len) * size_of::<T>() / page * page;
+        if from < to {
+            // SAFETY: whole pages of the table's own mapping; populating changes no contents.
+            unsafe {
+                let addr = self.ptr.cast::<u8>().add(from).as_ptr().cast();
+                libc::madvise(addr, to - from, libc::MADV_POPULATE_WRITE);
+            }
+        }
+    }
+
     /// Bytes of the table that are in memory.
     pub(crate) fn resident_bytes(&self) -> usize {
         resident_bytes(self)
@@ -696,6 +711,20 @@ mod tests {
         drop(lend(a, 4096).expect("the rest does not"));
         drop(r);
         drop(lend(start, 4096).expect("unmapped, but nobody's"));
+    }
+
+    #[test]
+    fn a_table_comes_into_memory_as_it_is() {
+        use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+        let table = ZeroedTable::<AtomicU32>::new(1 << 20).expect("table");
+        table[5].store(7, Relaxed);
+        let before = table.resident_bytes();
+        table.populate(3, 100_000);
+        assert!(table.resident_bytes() >= before + 300_000, "{}", table.resident_bytes());
+        assert_eq!((table[5].load(Relaxed), table[6].load(Relaxed)), (7, 0));
+        table.populate(usize::MAX, 1);
+        table.populate(1 << 20, usize::MAX);
+        table.populate((1 << 20) - 1, usize::MAX);
     }
 
     #[test]

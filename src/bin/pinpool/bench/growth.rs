@@ -2,14 +2,14 @@
 
 use std::{
     sync::{
-        Barrier,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        Arc, Barrier, OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
     },
     thread,
     time::{Duration, Instant},
 };
 
-use pinpool::{Access, Event, Pool};
+use pinpool::{Access, Event, Pool, Stats};
 use serde_json::{Value, json};
 
 use super::{
@@ -26,10 +26,11 @@ use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 pub(crate) struct Args {
     #[command(flatten)]
     device: DeviceArgs,
-    /// Bytes that the pool begins with
-    #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value = "64M")]
-    capacity: usize,
-    /// Bytes that it grows to [default: 16 times as many, but no more than a quarter of the memory available]
+    /// Bytes that the pool begins with [default: 512M, or an eighth of the memory available where that is less].
+    /// Much smaller pools allow threads such small caches that these alone set the slowest allocs
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
+    capacity: Option<usize>,
+    /// Bytes that it grows to [default: twice as many]
     #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
     max_capacity: Option<usize>,
     /// Bytes of the arenas that come, a power of two [default: 64M, or an eighth of the maximum where that is
@@ -52,17 +53,17 @@ const METHOD: &str = "\
 Method: Threads take buffers of 64 bytes to 64 KiB, some dozen at a time, touch each, and give them back; each \
 alloc is timed by itself. The growing side begins with the pool, whose watermark is such that it brings up one \
 arena after the other until it is as large as it may be, and ends with that, so that a growth is under way at \
-every sample but for the moments between two arenas. The quiet side goes on with the same threads on the same \
-pool, which cannot grow any more, for as long. What is shown is the median, over the repetitions, of the slowest \
-of a thousand (p99.9), over all threads.
+every sample but for the moments between two arenas. The quiet side runs for as long, in equal parts, on pools that \
+cannot grow, of each size that the other has on its way: how much threads may cache depends on that. The sides take turns in being first. What is shown is the median, \
+over the repetitions, of the slowest of a thousand (p99.9), over all threads.
 
 Bias: Both sides hold what reading the clock costs (the table shows it). Mapping and zeroing pages takes a \
 processor: with as many threads as processors, the grower takes turns with them, and what that costs them is in \
-the growing side. The quiet side runs second, on warm caches.";
+the growing side. What others do on the machine meanwhile is in both.";
 
 const STEP: usize = 1 << 20;
 /// Allocs that are not counted at the start of each side.
-const WARM_UP: usize = 2_000;
+const WARM_UP: usize = 20_000;
 /// The most buffers that one thread holds.
 const BURST: usize = 48;
 
@@ -97,11 +98,10 @@ impl Times {
         }
     }
 
-    fn merge(mut self, other: &Self) -> Self {
+    fn merge(&mut self, other: &Self) {
         self.below.iter_mut().zip(&other.below).for_each(|(a, b)| *a += b);
         self.above.extend(&other.above);
         self.count += other.count;
-        self
     }
 
     /// By nearest rank, so that it is a time that was measured.
@@ -162,10 +162,26 @@ struct Rep {
     samples: u64,
     growths: u64,
     grew: Duration,
+    took: Duration,
+}
+
+/// What one side of a repetition gave.
+struct Side {
+    times: Times,
+    took: Duration,
+    stats: Stats,
+}
+
+/// Which side comes first.
+#[derive(Clone, Copy)]
+enum Turn {
+    GrowingFirst,
+    /// For so long as the growing side took the last time.
+    QuietFirst(Duration),
 }
 
 struct Job {
-    args_capacity: usize,
+    capacity: usize,
     max_capacity: usize,
     arena: usize,
     reps: u16,
@@ -173,61 +189,110 @@ struct Job {
 
 impl Job {
     fn of(args: &Args, quick: bool) -> Result<Self, Failure> {
-        let quarter = available() / 4 / STEP * STEP;
-        let most = args.capacity.saturating_mul(16).min(quarter.max(args.capacity * 2));
-        let max_capacity = args.max_capacity.unwrap_or(most);
-        if max_capacity <= args.capacity {
+        let eighth = (available() / 8 / STEP * STEP).max(STEP);
+        let capacity = args.capacity.unwrap_or(eighth.min(512 << 20));
+        let max_capacity = args.max_capacity.unwrap_or(capacity * 2);
+        if max_capacity <= capacity {
             return Err(Failure::Usage(format!(
                 "--max-capacity {} is not more than --capacity {}: the pool could not grow",
                 show_bytes(max_capacity),
-                show_bytes(args.capacity)
+                show_bytes(capacity)
             )));
         }
         let eighth = (max_capacity / 8).next_power_of_two().max(STEP);
         let arena = args.arena.unwrap_or(eighth.min(64 << 20));
         let reps = args.reps.unwrap_or(if quick { 3 } else { 7 });
-        Ok(Self { args_capacity: args.capacity, max_capacity, arena, reps })
+        Ok(Self { capacity, max_capacity, arena, reps })
     }
 
-    fn rep(&self, args: &Args, threads: usize) -> Result<Rep, Failure> {
-        let failed = |e: String| Failure::Failed(e);
-        let device = args.device.open()?;
+    /// One repetition, the quiet side first or last.
+    fn rep(&self, args: &Args, threads: usize, turn: Turn) -> Result<Rep, Failure> {
+        let mut quiet = match turn {
+            Turn::QuietFirst(time) => Some(self.quiet(args, threads, time)?),
+            Turn::GrowingFirst => None,
+        };
+        let mut growing = self.side(args, threads, None)?;
+        let quiet = match &mut quiet {
+            Some(quiet) => quiet,
+            None => quiet.insert(self.quiet(args, threads, growing.took)?),
+        };
+        let count = growing.times.count.min(quiet.count);
+        if count < 1000 {
+            return Err(Failure::Failed(format!(
+                "{FEW} ({count}) in the growth from {} to {}; make it longer with --max-capacity",
+                show_bytes(self.capacity),
+                show_bytes(self.max_capacity)
+            )));
+        }
+        Ok(Rep {
+            samples: growing.times.count,
+            quiet: quiet.per_mille(999),
+            growing: growing.times.per_mille(999),
+            growths: growing.stats.growths,
+            grew: growing.stats.growth_time,
+            took: growing.took,
+        })
+    }
+
+    /// Measures pools that do not grow, of each size that the growing one had, together for `time`.
+    fn quiet(&self, args: &Args, threads: usize, time: Duration) -> Result<Times, Failure> {
+        let sizes: Vec<usize> = (self.capacity..self.max_capacity).step_by(self.arena).collect();
+        let mut times = Times::new();
+        for &size in &sizes {
+            let each = time / sizes.len() as u32;
+            times.merge(&self.side(args, threads, Some((size, each)))?.times);
+        }
+        Ok(times)
+    }
+
+    /// Measures a pool that grows, until it cannot any more; or one of a size that does not, for so long.
+    fn side(
+        &self,
+        args: &Args,
+        threads: usize,
+        quiet: Option<(usize, Duration)>,
+    ) -> Result<Side, Failure> {
+        let failed = Failure::Failed;
+        let stop = Arc::new(AtomicBool::new(false));
         let (told, refused) = std::sync::mpsc::channel();
-        let told = std::sync::Mutex::new(told);
+        let (told, stopped) = (std::sync::Mutex::new(told), stop.clone());
         let builder = Pool::builder()
-            .device(device)
+            .device(args.device.open()?)
             .access(Access::LOCAL_WRITE)
             .pages(args.pages.pages())
-            .capacity(self.args_capacity)
             .arena_size(self.arena)
-            .max_capacity(self.max_capacity)
-            // Always short, until it can grow no more.
-            .low_watermark(self.max_capacity - 1)
             .on_event(move |e| {
                 if let (Event::GrowthFailed { error, .. }, Ok(told)) = (e, told.lock()) {
                     let _ = told.send(error.to_string());
+                    stopped.store(true, Relaxed);
                 }
             });
+        let builder = match quiet {
+            Some((size, _)) => builder.capacity(size),
+            // Always short, until it can grow no more.
+            None => builder
+                .capacity(self.capacity)
+                .max_capacity(self.max_capacity)
+                .low_watermark(self.max_capacity - 1),
+        };
         // The threads are there before the pool is, so that it does not grow while they start.
-        let (ready, half) = (Barrier::new(threads + 1), Barrier::new(threads + 1));
-        let handle: std::sync::OnceLock<Result<Pool, String>> = std::sync::OnceLock::new();
-        let (quiet_over, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-        let grown_after = AtomicU64::new(0);
-        let (mut growing, mut quiet) = (Times::new(), Times::new());
-        let mut stats = None;
+        let ready = Barrier::new(threads + 1);
+        let handle: OnceLock<Result<Pool, String>> = OnceLock::new();
+        let mut took = Duration::ZERO;
+        let mut times = Times::new();
         thread::scope(|scope| {
             let workers: Vec<_> = (0..threads as u64)
                 .map(|i| {
-                    let (ready, half, handle) = (&ready, &half, &handle);
-                    let (quiet_over, stop) = (&quiet_over, &stop);
+                    let (ready, handle, stop) = (&ready, &handle, &stop);
                     scope.spawn(move || {
                         ready.wait();
-                        let Some(Ok(pool)) = handle.get() else { return Ok(None) };
-                        let full = || pool.capacity() >= pool.max_capacity() || stop.load(Relaxed);
-                        let growing = work(pool, i + 1, full);
-                        half.wait();
-                        let quiet = work(pool, i + 1, || quiet_over.load(Relaxed));
-                        Ok::<_, String>(Some((growing?, quiet?)))
+                        match handle.get() {
+                            Some(Ok(pool)) => work(pool, i + 1, || {
+                                let full = pool.capacity() >= pool.max_capacity();
+                                (full && quiet.is_none()) || stop.load(Relaxed)
+                            }),
+                            _ => Ok(Times::new()),
+                        }
                     })
                 })
                 .collect();
@@ -236,31 +301,20 @@ impl Job {
             let start = Instant::now();
             ready.wait();
             if let Ok(pool) = pool {
-                while pool.capacity() < pool.max_capacity() && !stop.load(Relaxed) {
+                // Looking at the books would have the threads take their slow paths.
+                let over = || match quiet {
+                    Some((_, time)) => start.elapsed() >= time,
+                    None => pool.capacity() >= pool.max_capacity(),
+                };
+                while !over() && !stop.load(Relaxed) && !interrupted() {
                     thread::sleep(Duration::from_millis(2));
-                    if interrupted() || pool.stats().growth_failures > 0 {
-                        stop.store(true, Relaxed);
-                    }
                 }
-                grown_after.store(start.elapsed().as_nanos() as u64, Relaxed);
-                half.wait();
-                let pause = start.elapsed().max(Duration::from_millis(20));
-                if !stop.load(Relaxed) {
-                    thread::sleep(pause);
-                }
-                quiet_over.store(true, Relaxed);
-                stats = Some(pool.stats());
+                took = start.elapsed();
+                stop.store(true, Relaxed);
             }
             for worker in workers {
-                match worker.join() {
-                    Ok(Ok(Some((g, q)))) => {
-                        growing = std::mem::replace(&mut growing, Times::new()).merge(&g);
-                        quiet = std::mem::replace(&mut quiet, Times::new()).merge(&q);
-                    }
-                    Ok(Ok(None)) => {}
-                    Ok(Err(e)) => return Err(failed(e)),
-                    Err(_) => return Err(failed("a thread panicked".to_owned())),
-                }
+                let done = worker.join().map_err(|_| failed("a thread panicked".to_owned()))?;
+                times.merge(&done.map_err(failed)?);
             }
             Ok(())
         })?;
@@ -271,23 +325,10 @@ impl Job {
             return Err(failed(format!("the pool could not grow: {e}")));
         }
         let pool = handle.into_inner().unwrap_or_else(|| Err("there is no pool".to_owned()));
-        pool.map_err(failed)?.close().map_err(|e| failed(e.to_string()))?;
-        let stats = stats.ok_or_else(|| failed("there are no books".to_owned()))?;
-        if growing.count < 1000 || quiet.count < 1000 {
-            return Err(failed(format!(
-                "{FEW} ({}) in the growth from {} to {}; make it longer with --max-capacity",
-                growing.count.min(quiet.count),
-                show_bytes(self.args_capacity),
-                show_bytes(self.max_capacity)
-            )));
-        }
-        Ok(Rep {
-            samples: growing.count,
-            quiet: quiet.per_mille(999),
-            growing: growing.per_mille(999),
-            growths: stats.growths,
-            grew: stats.growth_time,
-        })
+        let pool = pool.map_err(failed)?;
+        let stats = pool.stats();
+        pool.close().map_err(|e| failed(e.to_string()))?;
+        Ok(Side { times, took, stats })
     }
 }
 
@@ -301,6 +342,8 @@ fn available() -> usize {
 
 struct Row {
     threads: usize,
+    /// How long the growing side took the last time.
+    took: Option<Duration>,
     reps: Vec<Rep>,
 }
 
@@ -343,8 +386,11 @@ impl Bench for Growth {
 
 /// Measures all rows in turns, until all is done or the user wants no more.
 fn measure(job: &Job, args: &Args) -> Result<Vec<Row>, Failure> {
-    let mut rows: Vec<Row> =
-        args.threads.iter().map(|&n| Row { threads: usize::from(n), reps: Vec::new() }).collect();
+    let mut rows: Vec<Row> = args
+        .threads
+        .iter()
+        .map(|&n| Row { threads: usize::from(n), took: None, reps: Vec::new() })
+        .collect();
     let mut progress = Progress::new((usize::from(job.reps) + 1) * rows.len());
     'reps: for rep in 0..=job.reps {
         for row in &mut rows {
@@ -352,16 +398,21 @@ fn measure(job: &Job, args: &Args) -> Result<Vec<Row>, Failure> {
                 break 'reps;
             }
             progress.at(format!("{} threads", row.threads));
+            let turn = match row.took {
+                Some(took) if rep % 2 == 1 => Turn::QuietFirst(took),
+                _ => Turn::GrowingFirst,
+            };
             // On a busy machine a growth can be over before the threads have had a processor.
             let mut tries = 0;
             let done = loop {
                 tries += 1;
-                match job.rep(args, row.threads) {
+                match job.rep(args, row.threads, turn) {
                     Err(Failure::Interrupted) => break 'reps,
                     Err(Failure::Failed(e)) if tries < 20 && e.starts_with(FEW) => {}
                     done => break done?,
                 }
             };
+            row.took = Some(done.took);
             progress.step_done();
             // The first round has the machine's memory and the program's code brought up.
             if rep > 0 {
@@ -395,7 +446,7 @@ fn object(job: &Job, args: &Args, rows: &[Row]) -> Result<Value, Failure> {
         "cpu": env.cpu,
         "cpus": env.cpus,
         "reps": job.reps,
-        "capacity": job.args_capacity,
+        "capacity": job.capacity,
         "max_capacity": job.max_capacity,
         "arena": job.arena,
         "clock_ns": report::clock_cost().as_nanos() as u64,
@@ -437,7 +488,7 @@ fn table(job: &Job, args: &Args, rows: &[Row]) -> Result<String, Failure> {
         env.kernel,
         env.cpus,
         env.cpu,
-        show_bytes(job.args_capacity),
+        show_bytes(job.capacity),
         show_bytes(job.max_capacity),
         show_bytes(job.arena),
         job.reps,
@@ -473,7 +524,7 @@ mod tests {
         assert_eq!((t.per_mille(500), t.per_mille(999), t.per_mille(1000)), (20.0, 20.0, 3e6));
         let mut other = Times::new();
         (0..1000).for_each(|n| other.add(Duration::from_nanos(100 + n)));
-        let mut both = t.merge(&other);
-        assert_eq!((both.count, both.per_mille(500), both.per_mille(999)), (2000, 100.0, 1098.0));
+        t.merge(&other);
+        assert_eq!((t.count, t.per_mille(500), t.per_mille(999)), (2000, 100.0, 1097.0));
     }
 }
