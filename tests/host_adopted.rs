@@ -9,7 +9,14 @@
 
 mod common;
 
-use std::{alloc::Layout, fs, ptr, slice, sync::Mutex};
+use std::{
+    alloc::Layout,
+    fs, ptr, slice,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
 
 use common::Rng;
 use pinpool::{
@@ -475,7 +482,9 @@ fn a_file_shorter_than_its_mapping_is_an_error_not_a_signal() {
 }
 
 fn tempfile() -> fs::File {
-    let path = std::env::temp_dir().join(format!("pinpool-adopted-{}", std::process::id()));
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    let n = MADE.fetch_add(1, Relaxed);
+    let path = std::env::temp_dir().join(format!("pinpool-adopted-{}-{n}", std::process::id()));
     let file = fs::File::options().read(true).write(true).create_new(true).open(&path).unwrap();
     fs::remove_file(path).unwrap();
     file

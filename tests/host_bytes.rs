@@ -173,8 +173,9 @@ fn parts_are_freed_independently() {
     // Written by two threads at once.
     let mut tail = tail;
     thread::scope(|s| {
-        s.spawn(|| head.fill(1));
+        let other = s.spawn(|| head.fill(1));
         tail.fill(2);
+        other.join().unwrap();
     });
     assert!(head.iter().all(|&b| b == 1) && tail.iter().all(|&b| b == 2));
     drop(head);
