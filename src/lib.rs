@@ -173,7 +173,6 @@ pub use crate::{
     stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
 };
 
-/// The examples of the README, compiled and run; some open verbs devices.
+// Examples of README and book; some open verbs devices.
 #[cfg(all(doctest, not(loom), any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod book;
