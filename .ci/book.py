@@ -2,6 +2,7 @@
 
     book.py links            every relative link and #anchor in the book and the documents beside it leads somewhere,
                              and every chapter is in the table of contents
+    book.py names            every file, test and step of `.ci/run` that they name is there
     book.py html DIR         the same for every page of the built book
     book.py code LANG FILE   prints what the ```LANG blocks of a chapter come to, one after the other
 
@@ -72,6 +73,54 @@ def links() -> int:
     return bool(bad)
 
 
+# What functions of other libraries begin with, and pages that name others' files.
+OTHERS = ("ibv_", "rdma_")
+ABOUT_OTHERS = {"docs/comparison.md": ("src/",), "docs/start.md": ("src/main.rs",)}
+
+
+def names() -> int:
+    sources = "".join(f.read_text() for d in ("src", "tests") for f in (ROOT / d).rglob("*.rs"))
+    functions = set(re.findall(r"\bfn (\w+)", sources))
+    functions |= {f.removeprefix("loom_") for f in functions}
+    tests = {f.stem: f for f in (ROOT / "tests").glob("*.rs")}
+    script = (ROOT / ".ci/run").read_text()
+    steps = set(re.findall(r"^(\w+)\(\) \{", script, re.M))
+    bad, count = [], 0
+
+    def known(name: str, among) -> bool:
+        return any(n.startswith(name[:-1]) for n in among) if name.endswith("*") else name in among
+
+    def missing(token: str) -> str | None:
+        nonlocal count
+        if re.fullmatch(r"(src|tests|examples|benches|docs|include|fuzz|\.ci)/[\w./-]+", token):
+            count += 1
+            return None if (ROOT / token).exists() else "there is no such file"
+        if match := re.fullmatch(r"((?:host|verbs)_\w*\*?)(?:::(\w+\*?))?", token):
+            count += 1
+            file, function = match.groups()
+            if not known(file, tests):
+                return "there is no such test file"
+            if function and not known(function, re.findall(r"\bfn (\w+)", tests[file].read_text())):
+                return "there is no such test in that file"
+        elif re.fullmatch(r"(\.ci/run)( \w+)+", token):
+            count += 1
+            absent = [s for s in token.split()[1:] if s not in steps]
+            return f"there is no step {absent[0]}" if absent else None
+        elif re.fullmatch(r"[a-z]+\d*(_[a-z\d]+){3,}_?\*?", token) and not token.startswith(OTHERS):
+            count += 1
+            return None if known(token, functions) else "there is no such test"
+        return None
+
+    for page in [ROOT / n for n in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md")):
+        others = ABOUT_OTHERS.get(str(page.relative_to(ROOT)), ())
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            for token in re.findall(r"`([^`]+)`", line):
+                if not token.startswith(others) and (why := missing(token)):
+                    bad.append(f"{page.relative_to(ROOT)}:{number}: `{token}`: {why}")
+    print("\n".join(bad) or f"{count} names of files, tests and steps are right")
+    return bool(bad)
+
+
 class Page(HTMLParser):
     """What a page of the built book links to, and what can be linked to in it."""
 
@@ -125,6 +174,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["links"]:
             sys.exit(links())
+        case ["names"]:
+            sys.exit(names())
         case ["html", folder]:
             sys.exit(html(folder))
         case ["code", language, file]:
