@@ -6,13 +6,16 @@ mod growth;
 mod heaps;
 mod memory;
 mod start;
+mod watch;
 
 use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
 
 use crate::{
     access::Access,
+    damage::Damage,
     device::{Device, DeviceInfo},
     error::{BuildError, Bytes},
+    outstanding::Outstanding,
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
@@ -30,12 +33,14 @@ pub use self::{
     heaps::Reserve,
     memory::Backing,
     start::{Numa, Progress, Stage},
+    watch::{Guards, Track},
 };
 pub(crate) use self::{
     growth::Growth,
     heaps::{Range, SharePlan},
     memory::{Fixed, Memory},
     start::{Placement, Start},
+    watch::Watch,
 };
 
 /// A size of hugepage.
@@ -144,6 +149,14 @@ pub enum Event<'a> {
         /// Why, with the numbers.
         error: &'a BuildError,
     },
+    /// Somebody wrote to memory that nobody had ([`Guards::poison`]).
+    WrittenAfterFree(&'a Damage),
+    /// Somebody wrote beyond the end of a buffer ([`Guards::canary`]).
+    WrittenBeyondEnd(&'a Damage),
+    /// The last handle of a pool goes while buffers of it are out, in handles, as tokens or as bare addresses: the
+    /// last of them to come back takes the pool down; those that never do have leaked, with their arenas.
+    /// [`Builder::track`] has it say whose they are.
+    StillOut(&'a Outstanding),
 }
 
 pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
@@ -185,6 +198,7 @@ pub struct Builder<R = Any> {
     start: start::Wishes,
     memory: memory::Wishes,
     growth: growth::Wishes,
+    watch: Watch,
     _reach: PhantomData<R>,
     mapping: StepHook,
 }
@@ -203,6 +217,7 @@ impl Default for Builder {
             start: start::Wishes::default(),
             memory: memory::Wishes::default(),
             growth: growth::Wishes::default(),
+            watch: Watch::default(),
             _reach: PhantomData,
             mapping: StepHook::default(),
         }
@@ -258,6 +273,7 @@ impl Builder {
             start: self.start,
             memory: self.memory,
             growth: self.growth,
+            watch: self.watch,
             _reach: PhantomData,
             mapping: self.mapping,
         }
@@ -400,6 +416,7 @@ impl<R: Reach> Builder<R> {
                 growth: self.growth.plan(capacity, unreserved, more)?,
                 ranges: cut.ranges,
                 shares: cut.shares,
+                watch: self.watch,
                 mapping: self.mapping.clone(),
             });
             // One class grows.
@@ -697,6 +714,8 @@ pub(crate) struct Plan {
     /// What no share has reserved.
     pub(crate) ranges: Vec<Range>,
     pub(crate) shares: Vec<SharePlan>,
+    /// What buffers are watched with.
+    pub(crate) watch: Watch,
     /// Asked before each step of mapping.
     pub(crate) mapping: StepHook,
 }

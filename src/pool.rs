@@ -10,6 +10,8 @@ mod family;
 mod flight;
 mod free;
 mod grow;
+mod guarded;
+mod leaks;
 mod posted;
 mod rails;
 #[cfg_attr(
@@ -149,6 +151,7 @@ impl<R> Pool<R> {
     /// [`AllocError::TooLarge`] above the size of an arena, [`AllocError::Exhausted`] with the books
     /// when nothing is left, in other threads' caches neither.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
     }
@@ -157,6 +160,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc).
+    #[track_caller]
     pub fn alloc_zeroed(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let mut buf = self.alloc(len)?;
         buf.fill(0);
@@ -167,6 +171,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc), and [`AllocError::Alignment`] if it is larger than an arena.
+    #[track_caller]
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf<R>, AllocError> {
         if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
@@ -182,6 +187,7 @@ impl<R> Pool<R> {
     /// # Errors
     /// As [`alloc`](Pool::alloc), when not even one could be had; [`AllocError::BatchInUse`] and
     /// [`AllocError::BatchMixed`]. The batch keeps what it holds.
+    #[track_caller]
     pub fn alloc_many(
         &self,
         batch: &mut Batch<R>,
@@ -226,7 +232,7 @@ impl<R> Pool<R> {
             return Err(FreeError::OtherReach { addr, remote: core.remote });
         }
         let (entry, place) = core.take_raw(ptr)?;
-        let len = core.slabs.block_len(entry.ptr, place.class());
+        let len = core.usable_len(entry.ptr, place.class());
         Ok(Buf::new(core.reference(), entry, len, place))
     }
 
@@ -252,6 +258,7 @@ impl<R> Pool<R> {
         for core in self.heaps().iter().filter(|core| !core.foreign()) {
             core.each_flight(|_| stats.in_flight += 1);
             stats.table_bytes += core.tokens.table_bytes() + core.outs.table_bytes();
+            stats.table_bytes += core.guard.as_ref().map_or(0, |guard| guard.table_bytes());
         }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);

@@ -48,6 +48,11 @@ impl Core {
         }
         // SAFETY: as above. From the next line on another thread may be the one that ends the pool.
         let core = unsafe { Self::keep(core) };
+        if let Some(guard) = &core.guard
+            && core.take_in(guard, entry, class)
+        {
+            return Some(core);
+        }
         core.stir();
         if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
             core.drained();
