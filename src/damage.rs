@@ -11,13 +11,14 @@ pub struct Site {
 }
 
 impl Site {
-    /// The call that asked for it, as the compiler knows it: of this crate's own for buffers that C, a global
-    /// allocator or a collection asked for.
+    /// The call that asked for it, as the compiler knows it: one of this crate's own for what C, a global
+    /// allocator, a collection or [`Share::alloc`](crate::Share::alloc) asked for, which so have a backtrace.
     pub fn location(&self) -> &'static Location<'static> {
         self.location
     }
 
-    /// The whole stack of calls, if [`Track::backtraces`](crate::Track::backtraces) asked for it.
+    /// The whole stack of calls, if [`Track::backtraces`](crate::Track::backtraces) asked for it, or the location
+    /// says nothing.
     pub fn backtrace(&self) -> Option<&Backtrace> {
         self.backtrace.as_deref()
     }

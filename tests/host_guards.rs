@@ -582,6 +582,13 @@ fn one_of_so_many_is_tracked_and_a_backtrace_says_who_called() {
     assert!(text.contains("one of 10 is tracked") && text.contains("a_wrapper_for_all"), "{text}");
     drop(bufs);
     assert!(pool.outstanding().sites.is_empty());
+    // Where the line is not known the stack is taken in any case.
+    let pool =
+        soft(MIB).share("part", Reserve::bytes(4096)).track(Track::all()).build().unwrap();
+    let share = pool.share("part").unwrap();
+    let _buf = share.alloc(64).unwrap();
+    let text = pool.outstanding().to_string();
+    assert!(text.contains("one_of_so_many_is_tracked"), "{text}");
 }
 
 #[test]
