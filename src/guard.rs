@@ -162,8 +162,7 @@ impl Guard {
                 track.every > 0 && self.asked.fetch_add(1, Relaxed).is_multiple_of(track.every);
             let trace = || Arc::new(Backtrace::force_capture());
             let whole = track.backtraces || is_own(caller);
-            let site =
-                tracked.then(|| Site { location: caller, backtrace: whole.then(trace) });
+            let site = tracked.then(|| Site { location: caller, backtrace: whole.then(trace) });
             let owner = Owner { site, ..owner() };
             let out = Out { len, canary, block: block.len, since: Instant::now(), owner };
             self.ledger.lock().went_out(block.addr(), out);

@@ -4,6 +4,7 @@
 //! - canary: whoever writes beyond an end is told, however the buffer is given back;
 //! - quarantine: what is freed comes back after so many bytes more, sooner if nothing else is left;
 //! - zero on free: nobody reads what another left;
+//! - guard pages: no arena touches another, whatever the pool asks for;
 //! - tracking: what is out is told by place and age, at any time and when the last handle goes;
 //! - the books balance (P5), guards lie outside registered memory (P2), and a pool without them tells nothing.
 #![cfg(feature = "fault")]
@@ -20,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-use common::{Rng, soft};
+use common::{Rng, mapped, soft};
 use pinpool::{
     Access, AllocError, Batch, Buf, Builder, Damage, Event, Guards, Outstanding, Pool, Reserve,
     Track,
@@ -533,6 +534,35 @@ fn sixteen_threads_and_every_guard_and_the_books_balance() {
 }
 
 #[test]
+fn no_arena_touches_another() {
+    let page = 4096;
+    for builder in [
+        soft(MIB),
+        soft(4 * MIB + 8192).arena_size(MIB),
+        soft(2 * MIB).arena_size(MIB).max_capacity(4 * MIB).class(
+            "other",
+            Access::LOCAL_WRITE,
+            MIB,
+        ),
+        soft(4 * MIB).arena_size(MIB).access(Access::LOCAL_WRITE | Access::ZERO_BASED),
+        soft(4 * MIB).arena_size(MIB).backing(pinpool::Backing::Memfd),
+    ] {
+        let pool = builder.build().unwrap();
+        let mut held = Vec::new();
+        while pool.capacity() < pool.max_capacity() {
+            held.push(pool.alloc_wait(MIB, Duration::from_secs(300)).unwrap());
+        }
+        for arena in pool.arenas() {
+            let (start, end) =
+                (arena.addr.as_ptr() as usize, arena.addr.as_ptr() as usize + arena.len);
+            assert!(mapped(start, page) && mapped(end - page, page));
+            assert!(!mapped(start - page, page) && !mapped(end, page), "{arena:?}");
+        }
+        pool.check();
+    }
+}
+
+#[test]
 fn what_is_out_is_told_by_place_and_when_the_last_handle_goes() {
     let told = Told::default();
     let pool = told.hear(soft(MIB).track(Track::all())).build().unwrap();
@@ -583,8 +613,7 @@ fn one_of_so_many_is_tracked_and_a_backtrace_says_who_called() {
     drop(bufs);
     assert!(pool.outstanding().sites.is_empty());
     // Where the line is not known the stack is taken in any case.
-    let pool =
-        soft(MIB).share("part", Reserve::bytes(4096)).track(Track::all()).build().unwrap();
+    let pool = soft(MIB).share("part", Reserve::bytes(4096)).track(Track::all()).build().unwrap();
     let share = pool.share("part").unwrap();
     let _buf = share.alloc(64).unwrap();
     let text = pool.outstanding().to_string();
