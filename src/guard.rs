@@ -35,7 +35,7 @@ use crate::{
     damage::{Damage, Owner, Site},
     lock::Mutex,
     reentry,
-    sys::limits,
+    sys::{limits, shadow},
 };
 
 /// Where an alloc was called.
@@ -147,6 +147,7 @@ impl Guard {
         let Watch { guards, track } = self.watch;
         let own = reentry::enter();
         let mut told = Vec::new();
+        shadow::show(block.ptr, block.len);
         if guards.poison {
             let pieces = self.ledger.lock().take(block.addr(), block.len);
             told = self.look(block, pieces);
@@ -157,6 +158,7 @@ impl Guard {
         let len = len.clamp(1, block.len);
         let canary = if guards.canary { (block.len - len).min(MOST_CANARY) } else { 0 };
         block.part(len, canary).fill(Guards::CANARY);
+        self.hide_behind(block, len);
         if self.watch.records() {
             let tracked =
                 track.every > 0 && self.asked.fetch_add(1, Relaxed).is_multiple_of(track.every);
@@ -176,10 +178,11 @@ impl Guard {
         let guards = self.watch.guards;
         let own = reentry::enter();
         let mut told = None;
+        shadow::show(block.ptr, block.len);
         let out = self.watch.records().then(|| self.ledger.lock().came_back(block.addr()));
         match out {
             // It never was a buffer: assigned to who waited, who left.
-            Some(None) => return,
+            Some(None) => return shadow::hide(block.ptr, block.len),
             Some(Some(out)) => {
                 told = self.overrun(block, &out);
                 if guards.poison {
@@ -195,6 +198,7 @@ impl Guard {
         if guards.zero_on_free && !guards.poison {
             block.fill(0);
         }
+        shadow::hide(block.ptr, block.len);
         drop(own);
         if let Some(damage) = told {
             self.beyond_end.fetch_add(1, Relaxed);
@@ -214,6 +218,7 @@ impl Guard {
     pub(crate) fn resize(&self, block: Extent, len: usize) -> usize {
         let own = reentry::enter();
         let (len, mut told) = (len.clamp(1, block.len), None);
+        shadow::show(block.ptr, block.len);
         if self.watch.records() {
             let mut ledger = self.ledger.lock();
             if let Some(out) = ledger.get(block.addr()) {
@@ -225,6 +230,7 @@ impl Guard {
                 }
             }
         }
+        self.hide_behind(block, len);
         drop(own);
         if let Some(damage) = told {
             self.beyond_end.fetch_add(1, Relaxed);
@@ -248,7 +254,10 @@ impl Guard {
             // it is held.
             let Some(piece) = ledger.piece(start) else { continue };
             let Some(ptr) = NonNull::new(start as *mut u8) else { continue };
-            let told = self.look(Extent { ptr, len: piece.end - piece.start }, vec![piece]);
+            let extent = Extent { ptr, len: piece.end - piece.start };
+            shadow::show(extent.ptr, extent.len);
+            let told = self.look(extent, vec![piece]);
+            shadow::hide(extent.ptr, extent.len);
             drop(ledger);
             drop(own);
             found += told.len();
@@ -261,6 +270,14 @@ impl Guard {
     pub(crate) fn each_out(&self, mut sink: impl FnMut(usize, &Owner, Instant)) {
         let ledger = self.ledger.lock();
         ledger.out().for_each(|(_, out)| sink(out.block, &out.owner, out.since));
+    }
+
+    /// Under a canary nobody may touch what lies behind the length: tools see that at once.
+    fn hide_behind(&self, block: Extent, len: usize) {
+        if self.watch.guards.canary {
+            let behind = block.part(len, block.len - len);
+            shadow::hide(behind.ptr, behind.len);
+        }
     }
 
     fn tell_late(&self, told: Vec<Damage>) {

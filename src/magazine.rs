@@ -26,6 +26,7 @@ use crate::{
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
     sync::{in_register, unlikely},
+    sys::shadow,
 };
 
 /// One class's magazines in one thread.
@@ -202,6 +203,22 @@ impl Magazines {
     }
 }
 
+/// Tells tools that a block is free (see `shadow`); nothing without them. A span passes no magazine.
+#[inline(always)]
+fn hide(place: Place, entry: Entry) {
+    if cfg!(any(pinpool_asan, feature = "valgrind")) && place.class() < CLASSES {
+        shadow::hide(entry.ptr, size_class::size_of(place.class()));
+    }
+}
+
+/// Tells them that it is not.
+#[inline(always)]
+fn show(place: Place, entry: Entry) {
+    if cfg!(any(pinpool_asan, feature = "valgrind")) && place.class() < CLASSES {
+        shadow::show(entry.ptr, size_class::size_of(place.class()));
+    }
+}
+
 /// The gate through which a thread reaches its magazines of one pool.
 pub(crate) type ThreadGate = Gate<Magazines>;
 
@@ -213,6 +230,9 @@ impl ThreadGate {
         // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
         let entry = unsafe { &*self.enter() }.mag(place).pop();
         self.leave();
+        if let Some(entry) = entry {
+            show(place, entry);
+        }
         entry
     }
 
@@ -220,9 +240,14 @@ impl ThreadGate {
     /// Owner thread only.
     #[inline(always)]
     pub(crate) fn push(&self, place: Place, entry: Entry) -> bool {
+        // Before another thread can have it.
+        hide(place, entry);
         // SAFETY: as in `pop`.
         let done = unsafe { &*self.enter() }.mag(place).push(entry);
         self.leave();
+        if !done {
+            show(place, entry);
+        }
         done
     }
 
@@ -239,6 +264,9 @@ impl ThreadGate {
             None
         };
         self.leave();
+        if let Some(entry) = entry {
+            show(place, entry);
+        }
         entry
     }
 
@@ -250,6 +278,7 @@ impl ThreadGate {
         let has_room = mag.previous_len(depot).is_some_and(|n| n < mag.cap());
         let done = has_room && mag.room() == 0 && {
             mag.swap(depot, mag.cap());
+            hide(place, entry);
             mag.push(entry)
         };
         self.leave();
@@ -270,6 +299,7 @@ impl ThreadGate {
                 out.set_len(out.len() + n);
                 mag.top.set(top);
             }
+            out[out.len() - n..].iter().for_each(|&entry| show(place, entry));
         }
         self.leave();
         n
@@ -282,6 +312,7 @@ impl ThreadGate {
         let mag = unsafe { &*self.enter() }.mag(place);
         let n = entries.len().min(mag.room());
         if n > 0 {
+            entries[entries.len() - n..].iter().for_each(|&entry| hide(place, entry));
             // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
             unsafe {
                 let top = mag.top.get();

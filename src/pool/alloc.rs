@@ -79,7 +79,7 @@ impl Core {
         }
         let class = need.class;
         let cached = if class < CLASSES {
-            self.alloc_cached(class)
+            self.alloc_cached(class).inspect(|&entry| self.show_block(entry, class))
         } else {
             self.consolidate(len);
             None

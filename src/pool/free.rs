@@ -43,7 +43,11 @@ impl Core {
             return None;
         }
         // A child owns none of this; its copy of the books just keeps the block.
-        if this.foreign() || (class < CLASSES && this.free_cached(entry, class)) {
+        if this.foreign() {
+            return None;
+        }
+        this.hide_block(entry, class);
+        if class < CLASSES && this.free_cached(entry, class) {
             return None;
         }
         // SAFETY: as above. From the next line on another thread may be the one that ends the pool.

@@ -15,12 +15,16 @@ use crate::{
     size_class::{self, CLASSES, PAGE},
     slab::{Entry, Given},
     stats::GuardStats,
+    sys::shadow,
 };
 
 impl Core {
     /// What the caches did not have; `caller` asked for it.
     pub(super) fn alloc_rest(&self, need: &Need, passing: bool, caller: Caller) -> Option<Block> {
-        let Some(guard) = &self.guard else { return self.alloc_shared(need, passing) };
+        let Some(guard) = &self.guard else {
+            let got = self.alloc_shared(need, passing);
+            return got.inspect(|&(entry, class)| self.show_block(entry, class));
+        };
         let wide = if guard.guards().canary { self.with_canary(need) } else { None };
         // While others wait nobody takes more than was asked for.
         let wide = wide.filter(|_| !self.waiters.any()).and_then(|wide| self.take_now(&wide));
@@ -44,8 +48,25 @@ impl Core {
 
     /// Hands a block to who waited for it.
     pub(super) fn hand_out(&self, (entry, class): Block, len: usize, caller: Caller) {
-        if let Some(guard) = &self.guard {
-            guard.goes_out(self.extent(entry, class), len, caller);
+        match &self.guard {
+            Some(guard) => guard.goes_out(self.extent(entry, class), len, caller),
+            None => self.show_block(entry, class),
+        }
+    }
+
+    /// Tells tools that a block is somebody's: see `shadow`.
+    #[inline(always)]
+    pub(super) fn show_block(&self, entry: Entry, class: usize) {
+        if cfg!(any(pinpool_asan, feature = "valgrind")) {
+            shadow::show(entry.ptr, self.slabs.block_len(entry.ptr, class));
+        }
+    }
+
+    /// Tells them that it is nobody's.
+    #[inline(always)]
+    pub(super) fn hide_block(&self, entry: Entry, class: usize) {
+        if cfg!(any(pinpool_asan, feature = "valgrind")) {
+            shadow::hide(entry.ptr, self.slabs.block_len(entry.ptr, class));
         }
     }
 
@@ -111,11 +132,12 @@ impl Core {
 
     /// Makes an arena ready that is to come.
     pub(super) fn prepare_guarded(&self, offset: usize, len: usize, fresh: bool) {
-        if let Some(guard) = &self.guard
-            && let Some(ptr) = NonNull::new((self.slabs.map().base() + offset) as *mut u8)
-        {
+        let ptr = NonNull::new((self.slabs.map().base() + offset) as *mut u8);
+        let Some(ptr) = ptr else { return };
+        if let Some(guard) = &self.guard {
             guard.prepare(Extent { ptr, len }, fresh);
         }
+        shadow::hide(ptr, len);
     }
 
     /// Bytes that whoever has a block may use.
