@@ -12,7 +12,7 @@ pub struct Site {
 
 impl Site {
     /// The call that asked for it, as the compiler knows it: one of this crate's own for what C, a global
-    /// allocator, a collection or [`Share::alloc`](crate::Share::alloc) asked for, which so have a backtrace.
+    /// allocator or a collection asked for, which so have a backtrace.
     pub fn location(&self) -> &'static Location<'static> {
         self.location
     }

@@ -143,32 +143,33 @@ impl Mag {
     }
 }
 
-/// A class as the hot path carries it: where its magazine lies among the others, in bytes.
+/// A class as the hot path carries it: where its magazine lies among the others, in bytes. Of 32 bits, but held in
+/// a whole register, lest it be widened again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Place(u32);
+pub(crate) struct Place(usize);
 
 impl Place {
     /// `class` is below [`CLASSES`], or [`SPAN_CLASS`].
     #[inline(always)]
     pub(crate) const fn of(class: usize) -> Self {
-        Self((class * size_of::<Mag>()) as u32)
+        Self(class * size_of::<Mag>())
     }
 
     #[inline(always)]
     pub(crate) const fn offset(self) -> u32 {
-        self.0
+        self.0 as u32
     }
 
     /// # Safety
     /// `offset` came from [`offset`](Place::offset).
     #[inline(always)]
     pub(crate) const unsafe fn from_offset(offset: u32) -> Self {
-        Self(offset)
+        Self(offset as usize)
     }
 
     #[inline(always)]
     pub(crate) const fn class(self) -> usize {
-        self.0 as usize / size_of::<Mag>()
+        self.0 / size_of::<Mag>()
     }
 }
 
@@ -199,7 +200,7 @@ impl Magazines {
         debug_assert!(place.class() <= SPAN_CLASS);
         // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
         // SPAN_CLASS, so its place is that of an element of `mags`, which is the only field.
-        unsafe { &*in_register((&raw const self.mags).byte_add(place.0 as usize).cast::<Mag>()) }
+        unsafe { &*in_register((&raw const self.mags).byte_add(place.0).cast::<Mag>()) }
     }
 }
 

@@ -130,8 +130,7 @@ impl Track {
 
     /// Takes the whole stack down for each that is tracked, not the calling line alone: for pools whose buffers
     /// one wrapper for all asks for. Some microseconds and kilobytes each; shown with names if the program has
-    /// them. Done in any case where the calling line is not known: for C, a global allocator, collections,
-    /// [`Share::alloc`](crate::Share::alloc).
+    /// them. Done in any case where the calling line is not known: for C, a global allocator, collections.
     pub const fn backtraces(mut self, on: bool) -> Self {
         self.backtraces = on;
         self

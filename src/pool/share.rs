@@ -128,6 +128,7 @@ impl PoolRef {
     /// A share's slow path: the rest of its reserve, then beyond.
     #[cold]
     #[inline(never)]
+    #[track_caller]
     fn share_slow(core: NonNull<Core>, len: usize) -> Answer {
         let answer = Self::alloc_slow(core, len);
         if answer.get().is_some() {
@@ -191,8 +192,8 @@ impl<R> Share<R> {
     /// # Errors
     /// As [`Pool::alloc`]: [`AllocError::Exhausted`] when neither the reserve nor the unreserved memory has
     /// anything left, with the books of both.
-    // Not with its caller known: that would cost the hot path an instruction. Whoever tracks takes the stack.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let inner = self.reserve.inner();
         let (mut home, mut place) = (inner, Place::of(size_class::class_of(len)));
