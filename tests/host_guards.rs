@@ -533,6 +533,35 @@ fn sixteen_threads_and_every_guard_and_the_books_balance() {
     assert!(told.1.lock().unwrap().is_empty());
 }
 
+/// Collections grow and shrink in place: the canary goes along.
+#[cfg(feature = "allocator-api2")]
+#[test]
+fn collections_in_a_guarded_pool_grow_shrink_and_are_watched() {
+    use allocator_api2::vec::Vec as PoolVec;
+    let guards = Guards::new().poison(true).canary(true).quarantine(8192);
+    let (pool, told) = guarded(MIB, guards);
+    let mut v = PoolVec::new_in(&pool);
+    for i in 0..20_000u32 {
+        v.push(i);
+        if i % 7 == 0 {
+            v.shrink_to_fit();
+        }
+    }
+    assert!(v.iter().enumerate().all(|(i, &n)| i as u32 == n));
+    v.truncate(100);
+    v.shrink_to_fit();
+    told.none();
+    // Behind what was asked for, wherever that is by now.
+    late_write(v.as_ptr() as usize + 4 * v.capacity(), b"!");
+    drop(v);
+    let damage = told.one("end");
+    assert_eq!((damage.offset - damage.len, damage.extent), (0, 1));
+    pool.check();
+    assert_eq!(pool.stats().live, 0);
+    pool.close().unwrap();
+    told.none();
+}
+
 #[test]
 fn no_arena_touches_another() {
     let page = 4096;
@@ -585,6 +614,14 @@ fn what_is_out_is_told_by_place_and_when_the_last_handle_goes() {
         text.contains("3 x, 12 KiB") && text.contains(&format!("{}:{line}:", file!())),
         "{text}"
     );
+    // Where the line says nothing the stack is taken in any case.
+    #[cfg(feature = "allocator-api2")]
+    {
+        let v = allocator_api2::vec::Vec::<u8, _>::with_capacity_in(5000, &pool);
+        let text = pool.outstanding().to_string();
+        assert!(text.contains("what_is_out_is_told_by_place"), "{text}");
+        drop(v);
+    }
     drop(other);
     drop(batch);
     drop(pool.from_token(token).unwrap());
@@ -612,12 +649,14 @@ fn one_of_so_many_is_tracked_and_a_backtrace_says_who_called() {
     assert!(text.contains("one of 10 is tracked") && text.contains("a_wrapper_for_all"), "{text}");
     drop(bufs);
     assert!(pool.outstanding().sites.is_empty());
-    // Where the line is not known the stack is taken in any case.
+    // A share's are known by their line, in the reserve and beyond it.
     let pool = soft(MIB).share("part", Reserve::bytes(4096)).track(Track::all()).build().unwrap();
     let share = pool.share("part").unwrap();
-    let _buf = share.alloc(64).unwrap();
-    let text = pool.outstanding().to_string();
-    assert!(text.contains("one_of_so_many_is_tracked"), "{text}");
+    let line = line!() + 1;
+    let _bufs: Vec<_> = (0..3).map(|_| share.alloc(4096).unwrap()).collect();
+    let report = pool.outstanding();
+    assert_eq!((report.sites.len(), report.sites[0].buffers), (1, 3), "{report}");
+    assert_eq!(report.sites[0].site.location().line(), line);
 }
 
 #[test]
