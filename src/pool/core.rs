@@ -63,6 +63,9 @@ pub(crate) struct Core {
     /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
+    /// What of a block's packed keys its users may see: without the rkey, if peers may do nothing.
+    #[cfg(feature = "capi")]
+    pub(super) keys_mask: u64,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
     pub(super) gated: bool,
     pub(super) access: Access,
@@ -257,6 +260,8 @@ impl Core {
             wire_base,
             wire_mask,
             remote: access.is_remote(),
+            #[cfg(feature = "capi")]
+            keys_mask: if access.is_remote() { u64::MAX } else { u32::MAX.into() },
             gated: asymmetric_barrier_available(),
             access,
             // What a guarded buffer's layout says is never all there is to know.
