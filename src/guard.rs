@@ -18,6 +18,7 @@ mod quarantine;
 
 use std::{
     backtrace::Backtrace,
+    cell::RefCell,
     panic::Location,
     ptr::NonNull,
     sync::{
@@ -35,7 +36,7 @@ use crate::{
     damage::{Damage, Owner, Site},
     lock::Mutex,
     reentry,
-    sys::{limits, shadow},
+    sys::{fork, limits, shadow},
 };
 
 /// Where an alloc was called.
@@ -134,12 +135,17 @@ impl Guard {
     /// Makes an arena ready that nobody has had anything of. `fresh`: it holds zeros.
     pub(crate) fn prepare(&self, arena: Extent, fresh: bool) {
         if self.watch.guards.poison {
-            // An arena that was here before is gone with what was told of it.
-            drop(self.ledger.lock().take(arena.addr(), arena.len));
             arena.fill(Guards::POISON);
         } else if self.watch.guards.zero_on_free && !fresh {
             arena.fill(0);
         }
+    }
+
+    /// Forgets what was given back in a range. Whoever looks there now is waited for, and nobody will.
+    pub(crate) fn forget(&self, addr: usize, len: usize) {
+        let taken = self.ledger.lock().take(addr, len);
+        let _own = reentry::enter();
+        drop(taken);
     }
 
     /// Makes a block a buffer of `len` bytes.
@@ -369,11 +375,21 @@ fn is_own(caller: Caller) -> bool {
 }
 
 thread_local! {
-    static NAME: Option<Arc<str>> = thread::current().name().map(Arc::from);
+    /// The thread, and the fork generation in which its number was asked for.
+    static SELF: RefCell<Option<(u32, Owner)>> = const { RefCell::new(None) };
 }
 
 /// The calling thread. Its name is not to be had once its thread-locals go.
 fn owner() -> Owner {
-    let thread = NAME.try_with(Clone::clone).ok().flatten();
-    Owner { thread, tid: limits::thread_id(), site: None }
+    let generation = fork::generation();
+    let known = SELF.try_with(|own| {
+        let mut own = own.try_borrow_mut().ok()?;
+        if own.as_ref().is_none_or(|(then, _)| *then != generation) {
+            let thread = thread::current().name().map(Arc::from);
+            *own = Some((generation, Owner { thread, tid: limits::thread_id(), site: None }));
+        }
+        own.as_ref().map(|(_, owner)| owner.clone())
+    });
+    let nameless = || Owner { thread: None, tid: limits::thread_id(), site: None };
+    known.ok().flatten().unwrap_or_else(nameless)
 }

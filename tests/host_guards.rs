@@ -462,6 +462,31 @@ fn an_arena_that_comes_is_guarded_from_its_first_byte() {
 }
 
 #[test]
+fn an_arena_that_goes_is_looked_at_no_more() {
+    let told = Told::default();
+    let builder = soft(MIB).max_capacity(2 * MIB).arena_size(MIB).growth_by_hand();
+    let builder = builder.shrink_after(Duration::from_secs(8)).low_watermark(4096);
+    let guards = Guards::new().poison(true).quarantine(MIB);
+    let pool = told.hear(builder.guards(guards)).build().unwrap();
+    for round in 0..3 {
+        let now = |n: u64| Duration::from_secs(1000 * round + n);
+        let held = pool.alloc(MIB).unwrap();
+        let _ = pool.tick(now(0));
+        assert_eq!(pool.capacity(), 2 * MIB, "grown");
+        let bufs: Vec<_> = (0..100).map(|_| pool.alloc(5000).unwrap()).collect();
+        assert!(bufs.iter().all(|buf| buf.iter().all(|&b| b == POISON)));
+        drop((held, bufs));
+        assert_eq!(pool.check_free(), 0);
+        (1..40).for_each(|n| _ = pool.tick(now(n)));
+        assert_eq!(pool.capacity(), MIB, "shrunk, in spite of the quarantine");
+        assert_eq!(pool.check_free(), 0);
+        pool.check();
+    }
+    pool.close().unwrap();
+    told.none();
+}
+
+#[test]
 fn sixteen_threads_and_every_guard_and_the_books_balance() {
     let guards = Guards::new().poison(true).canary(true).quarantine(1 << 19).zero_on_free(true);
     let told = Told::default();

@@ -11,7 +11,9 @@ use crate::reach::Reach;
 /// bench guards` measures it. A pool without pays nothing.
 ///
 /// What is found is told through [`Builder::on_event`] and counted in
-/// [`Stats::guards`](crate::Stats::guards); it is never an error or a panic.
+/// [`Stats::guards`](crate::Stats::guards); it is never an error or a panic. The hook is called by whoever meets the
+/// damage, inside its alloc or free; behind a global allocator that is whatever allocates, and a hook does best to
+/// note and return.
 ///
 /// ```
 /// use pinpool::{Device, Event, Guards, Pool};

@@ -29,6 +29,7 @@ use crate::{
     bell::Bell,
     config::{self, Event, EventHook, Plan},
     error::BuildError,
+    size_class,
     stats::Stats,
     sys::signals,
 };
@@ -423,6 +424,8 @@ impl Core {
         let Some(arenas) = guard.as_mut() else { return false };
         // From here on no block of it can be had.
         let Some(offset) = self.slabs.remove_arena(slot) else { return false };
+        let len = self.slabs.map().stride_pages() as usize * size_class::PAGE;
+        self.forget_guarded(offset, len);
         self.depot.limits.follow(self.slabs.capacity());
         self.slabs.map().unpublish(offset);
         let mut told = Vec::new();

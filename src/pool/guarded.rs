@@ -140,6 +140,13 @@ impl Core {
         shadow::hide(ptr, len);
     }
 
+    /// Forgets what was given back in an arena that goes: nobody may look there any more.
+    pub(super) fn forget_guarded(&self, offset: usize, len: usize) {
+        if let Some(guard) = &self.guard {
+            guard.forget(self.slabs.map().base() + offset, len);
+        }
+    }
+
     /// Bytes that whoever has a block may use.
     pub(crate) fn usable_len(&self, ptr: NonNull<u8>, class: usize) -> usize {
         let block = self.slabs.block_len(ptr, class);
@@ -154,8 +161,8 @@ impl Core {
     pub(super) fn resize_out(&self, ptr: NonNull<u8>, class: usize, len: usize) -> usize {
         let block = self.slabs.block_len(ptr, class);
         match &self.guard {
-            Some(guard) => guard.resize(Extent { ptr, len: block }, len),
-            None => block,
+            Some(guard) if !self.foreign() => guard.resize(Extent { ptr, len: block }, len),
+            _ => block,
         }
     }
 
