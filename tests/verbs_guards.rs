@@ -39,9 +39,11 @@ fn pool(device: &Device, guards: Guards, track: Track) -> (Pool, Told) {
         .guards(guards)
         .track(track)
         .on_event(move |event| match event {
-            Event::WrittenAfterFree(damage) => sink.lock().unwrap().push((true, (*damage).clone())),
+            Event::WrittenAfterFree(damage) => {
+                sink.lock().expect("nobody panics with it").push((true, (*damage).clone()))
+            }
             Event::WrittenBeyondEnd(damage) => {
-                sink.lock().unwrap().push((false, (*damage).clone()));
+                sink.lock().expect("nobody panics with it").push((false, (*damage).clone()));
             }
             _ => {}
         })
@@ -51,7 +53,7 @@ fn pool(device: &Device, guards: Guards, track: Track) -> (Pool, Told) {
 }
 
 fn take(told: &Told) -> Vec<(bool, Damage)> {
-    std::mem::take(&mut *told.lock().unwrap())
+    std::mem::take(&mut *told.lock().expect("nobody panics with it"))
 }
 
 /// Has the peer write.
@@ -88,7 +90,7 @@ fn a_late_rdma_write_is_told_with_address_offset_age_and_owner() {
         if quarantine == 0 {
             // Found by whoever has it next.
             let mut others = Vec::new();
-            while told.lock().unwrap().is_empty() {
+            while told.lock().expect("nobody panics with it").is_empty() {
                 others.push(pool.alloc(10_000).expect("the block comes back"));
             }
             let next = others.pop().expect("one was damaged");
