@@ -48,8 +48,12 @@ mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
+mod damage;
+#[cfg(not(loom))]
 mod error;
 mod lock;
+#[cfg(not(loom))]
+mod outstanding;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
@@ -84,6 +88,8 @@ mod slab;
 mod depot;
 mod drought;
 mod gate;
+#[cfg(not(loom))]
+mod guard;
 #[cfg(not(loom))]
 mod magazine;
 mod mark;
@@ -150,9 +156,10 @@ pub use crate::{
     batch::Batch,
     buf::{Buf, CapacityError},
     config::{
-        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
-        Progress, Reserve, Stage,
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Guards, Numa, PageSize, Pages,
+        PoolExport, Progress, Reserve, Stage, Track,
     },
+    damage::{Damage, Owner, Site},
     device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
@@ -164,6 +171,7 @@ pub use crate::{
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
+    outstanding::{OutSite, Outstanding},
     pool::{
         AllocFuture, Class, DeviceChange, InFlight, Outcome, Pool, PostError, Posted, Share,
         ShareFuture,
@@ -171,7 +179,7 @@ pub use crate::{
     problem::Problem,
     sg_list::{SgList, SgListError},
     shared::SharedArenas,
-    stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
+    stats::{AccessStats, Books, ClassStats, GuardStats, ShareStats, Stats},
 };
 
 // Examples of README and book; some open verbs devices.

@@ -11,6 +11,8 @@ mod family;
 mod flight;
 mod free;
 mod grow;
+mod guarded;
+mod leaks;
 mod posted;
 mod rails;
 #[cfg_attr(
@@ -150,6 +152,7 @@ impl<R> Pool<R> {
     /// [`AllocError::TooLarge`] above the size of an arena, [`AllocError::Exhausted`] with the books
     /// when nothing is left, in other threads' caches neither.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
     }
@@ -158,6 +161,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc).
+    #[track_caller]
     pub fn alloc_zeroed(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let mut buf = self.alloc(len)?;
         buf.fill(0);
@@ -168,6 +172,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc), and [`AllocError::Alignment`] if it is larger than an arena.
+    #[track_caller]
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf<R>, AllocError> {
         if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
@@ -183,6 +188,7 @@ impl<R> Pool<R> {
     /// # Errors
     /// As [`alloc`](Pool::alloc), when not even one could be had; [`AllocError::BatchInUse`] and
     /// [`AllocError::BatchMixed`]. The batch keeps what it holds.
+    #[track_caller]
     pub fn alloc_many(
         &self,
         batch: &mut Batch<R>,
@@ -213,6 +219,7 @@ impl<R> Pool<R> {
         for core in self.heaps().iter().filter(|core| !core.foreign()) {
             core.each_flight(|_| stats.in_flight += 1);
             stats.table_bytes += core.tokens.table_bytes() + core.outs.table_bytes();
+            stats.table_bytes += core.guard.as_ref().map_or(0, |guard| guard.table_bytes());
         }
         let m = limits::memlock();
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);

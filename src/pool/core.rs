@@ -20,6 +20,7 @@ use std::{
 use super::{
     Family, PoolRef,
     grow::Grower,
+    guarded::Guarded,
     posted::Posts,
     rails::Shown,
     share::Beyond,
@@ -29,9 +30,10 @@ use crate::{
     access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas},
     bell::Bell,
-    config::{Plan, Range},
+    config::{EventHook, Memory, Plan, Range, Watch},
     depot::{Depot, Limits},
     error::{BuildError, FreeError},
+    guard::Guard,
     lock::{Mutex, MutexGuard},
     magazine::{Local, Place},
     outs::Outs,
@@ -102,6 +104,8 @@ pub(crate) struct Core {
     /// Keys by device, if there is more than one to be asked for.
     pub(super) rails: Option<RailTable>,
     pub(super) grower: Grower,
+    /// If buffers are watched; the pool then has no gates.
+    pub(super) guard: Guarded,
     pub(super) slot: Slot,
 }
 
@@ -124,6 +128,8 @@ struct Parts {
     reserved: usize,
     rails: Option<RailTable>,
     grower: Grower,
+    watch: Watch,
+    hook: Option<EventHook>,
 }
 
 impl Core {
@@ -143,6 +149,8 @@ impl Core {
         let grower = Grower::new(&plan, bell.clone());
         let table = rails.then(|| RailTable::new(plan.slots()));
         let mapping = plan.mapping.clone();
+        let (watch, hook) = (plan.watch, plan.hook.clone());
+        let fresh = matches!(plan.memory, Memory::Mapped(_));
         let arenas = Arenas::build(plan)?;
         // Changed under locks later on, so made as they are then.
         let _own = reentry::enter();
@@ -189,10 +197,13 @@ impl Core {
                 reserved: parts.iter().map(|(.., (.., slabs))| slabs.capacity()).sum(),
                 rails: table,
                 grower,
+                watch,
+                hook: hook.clone(),
             },
             family,
         );
         for standing in arenas.standing() {
+            class.prepare_guarded(standing.offset, standing.len, fresh);
             class.publish(&standing);
         }
         if let Some(table) = &class.rails {
@@ -221,6 +232,8 @@ impl Core {
                 reserved: 0,
                 rails: None,
                 grower: Grower::none(),
+                watch,
+                hook: hook.clone(),
             };
             cores.push(Self::new(share, family));
         }
@@ -238,7 +251,8 @@ impl Core {
 
     fn new(parts: Parts, family: &Arc<Family>) -> Arc<Self> {
         let Parts { name, access, wire_base, wire_mask, tokens, outs, slabs, beyond, .. } = parts;
-        let slot = Slot::take();
+        let watched = parts.watch.any();
+        let slot = if watched { Slot::none() } else { Slot::take() };
         static IDS: AtomicU64 = AtomicU64::new(1);
         Arc::new_cyclic(|own| Self {
             own: own.clone(),
@@ -250,7 +264,8 @@ impl Core {
             keys_mask: if access.is_remote() { u64::MAX } else { u32::MAX.into() },
             gated: asymmetric_barrier_available(),
             access,
-            odd: AtomicUsize::new(0),
+            // What a guarded buffer's layout says is never all there is to know.
+            odd: AtomicUsize::new(usize::from(watched)),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
@@ -275,6 +290,7 @@ impl Core {
             shown: Mutex::new(Shown::default()),
             rails: parts.rails,
             grower: parts.grower,
+            guard: watched.then(|| Arc::new(Guard::new(parts.watch, parts.hook))),
             arenas: Mutex::new(None),
             slot,
         })
