@@ -180,6 +180,7 @@ pub struct Builder<R = Any> {
     arena_size: Option<usize>,
     pages: Pages,
     colouring: bool,
+    count_hits: bool,
     hook: Option<EventHook>,
     heaps: heaps::Wishes,
     start: start::Wishes,
@@ -198,6 +199,7 @@ impl Default for Builder {
             arena_size: None,
             pages: Pages::Prefer(PageSize::Huge2M),
             colouring: false,
+            count_hits: false,
             hook: None,
             heaps: heaps::Wishes::default(),
             start: start::Wishes::default(),
@@ -253,6 +255,7 @@ impl Builder {
             arena_size: self.arena_size,
             pages: self.pages,
             colouring: self.colouring,
+            count_hits: self.count_hits,
             hook: self.hook,
             heaps: self.heaps,
             start: self.start,
@@ -301,6 +304,14 @@ impl<R: Reach> Builder<R> {
     /// (headers); those otherwise all compete for one set.
     pub fn colouring(mut self, on: bool) -> Self {
         self.colouring = on;
+        self
+    }
+
+    /// Counts every alloc that a thread's cache serves, so that [`CacheStats::hits`](crate::CacheStats::hits) is
+    /// exact. Each alloc and each free then takes a lock of its own thread's, which makes a pair several times as
+    /// slow: for finding out about a load, not for running it. Off, it costs nothing.
+    pub fn count_hits(mut self, on: bool) -> Self {
+        self.count_hits = on;
         self
     }
 
@@ -393,6 +404,7 @@ impl<R: Reach> Builder<R> {
                 arenas,
                 page_sizes,
                 pad,
+                count_hits: self.count_hits,
                 hook: self.hook.clone(),
                 start: start.for_class(asked.access, placement, before),
                 memory,
@@ -688,6 +700,8 @@ pub(crate) struct Plan {
     pub(crate) page_sizes: Vec<usize>,
     /// Bytes between the blocks of page-multiple slab classes (colouring).
     pub(crate) pad: usize,
+    /// No thread uses its magazines without its lock, under which they are counted.
+    pub(crate) count_hits: bool,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
     pub(crate) memory: Memory,

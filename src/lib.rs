@@ -170,7 +170,7 @@ pub use crate::{
     problem::Problem,
     sg_list::{SgList, SgListError},
     shared::SharedArenas,
-    stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
+    stats::{AccessStats, ArenaStats, Books, CacheStats, ClassStats, PageStats, ShareStats, Stats},
 };
 
 /// The examples of the README, compiled and run; some open verbs devices.

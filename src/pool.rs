@@ -244,7 +244,9 @@ impl<R> Pool<R> {
 
     /// Sums up where the pool's bytes are.
     ///
-    /// Takes locks, and sends every thread through its slow path once; not for hot paths. In a forked child
+    /// Takes locks, and sends every thread through its slow path once; not for hot paths. Looking for tokens and
+    /// tables in memory it reads a word or so for each page in use, so its time grows with what is in use; the
+    /// slabs' lock is held for a part of it only. In a forked child
     /// the figures are those of the fork, with blocks in caches counted as live (and all zero if the fork
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
@@ -254,6 +256,7 @@ impl<R> Pool<R> {
             stats.table_bytes += core.tokens.table_bytes() + core.outs.table_bytes();
         }
         let m = limits::memlock();
+        stats.hits_exact = !self.core().gated;
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);
         stats

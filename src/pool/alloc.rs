@@ -48,12 +48,14 @@ impl Core {
         }
         let need = self.need(len, align);
         if self.waiters.any() {
+            self.depot.count_miss(need.class);
             return self.alloc_shared(&need, passing);
         }
         let class = need.class;
         let cached = if class < CLASSES {
             self.alloc_cached(class)
         } else {
+            self.depot.count_miss(class);
             self.consolidate(len);
             None
         };
@@ -106,17 +108,21 @@ impl Core {
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
     pub(super) fn alloc_cached(&self, class: usize) -> Option<Entry> {
-        thread::with_local(self, |local| {
+        let cached = thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
             // While somebody waits nothing goes into caches. Asked under the lock that whoever emptied them
             // had before: see `waiters.rs`.
             if !hold.attached() || self.waiters.any() {
+                self.depot.count_miss(class);
                 return None;
             }
             let mut entry = hold.pop(class);
-            if entry.is_none() {
-                if !hold.reload(&self.depot, class) {
+            if entry.is_some() {
+                // Where gates are open the next miss counts it.
+                self.depot.count_hits(class, u64::from(!self.gated));
+            } else {
+                if !hold.reload(&self.depot, class, self.gated) {
                     if size_class::size_of(class) > MAX_SLAB_BLOCK {
                         // Calling back takes this thread's lock too.
                         drop(hold);
@@ -140,8 +146,11 @@ impl Core {
                 hold.publish();
             }
             entry
-        })
-        .flatten()
+        });
+        if cached.is_none() {
+            self.depot.count_miss(class);
+        }
+        cached.flatten()
     }
 
     pub(super) fn refill(&self, room: usize) -> usize {

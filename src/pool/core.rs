@@ -61,7 +61,8 @@ pub(crate) struct Core {
     /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
-    /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
+    /// Whether threads may use their magazines without a lock (the kernel has `membarrier`, and nobody wants
+    /// hits counted).
     pub(super) gated: bool,
     pub(super) access: Access,
     /// Blocks out that are not of the class that their layout says; see `raw`.
@@ -111,6 +112,7 @@ pub(super) struct Registry {
 struct Parts {
     name: String,
     access: Access,
+    gated: bool,
     wire_base: u64,
     wire_mask: u64,
     tokens: Tokens,
@@ -132,6 +134,7 @@ impl Core {
         family: &Arc<Family>,
     ) -> Result<Vec<Arc<Self>>, BuildError> {
         let (access, stride, pad) = (plan.access, plan.stride, plan.pad);
+        let gated = asymmetric_barrier_available() && !plan.count_hits;
         let (shares, ranges) = (std::mem::take(&mut plan.shares), std::mem::take(&mut plan.ranges));
         let name = std::mem::take(&mut plan.name);
         let unreserved = ranges.iter().map(|&(_, len)| len);
@@ -176,6 +179,7 @@ impl Core {
             Parts {
                 name,
                 access,
+                gated,
                 wire_base,
                 wire_mask,
                 tokens,
@@ -208,6 +212,7 @@ impl Core {
             let share = Parts {
                 name: share.name,
                 access,
+                gated,
                 wire_base,
                 wire_mask,
                 tokens,
@@ -243,7 +248,7 @@ impl Core {
             wire_base,
             wire_mask,
             remote: access.is_remote(),
-            gated: asymmetric_barrier_available(),
+            gated: parts.gated,
             access,
             odd: AtomicUsize::new(0),
             id: IDS.fetch_add(1, Relaxed),
