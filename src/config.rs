@@ -7,7 +7,12 @@ mod heaps;
 mod memory;
 mod start;
 
-use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    marker::PhantomData,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use crate::{
     access::Access,
@@ -144,6 +149,69 @@ pub enum Event<'a> {
         /// Why, with the numbers.
         error: &'a BuildError,
     },
+    /// A pool was built.
+    Built {
+        /// How many arenas it has, over all access classes.
+        arenas: usize,
+        /// Bytes of them.
+        capacity: usize,
+        /// How long building took.
+        took: Duration,
+    },
+    /// A pool could not be built; nothing is left of it.
+    BuildFailed {
+        /// Why, with the numbers; `build` returns it, too.
+        error: &'a BuildError,
+    },
+    /// The pool grew by an arena.
+    Grew {
+        /// Bytes of the arena.
+        len: usize,
+        /// Bytes that the pool has with it.
+        capacity: usize,
+        /// How long mapping, faulting in and registering took.
+        took: Duration,
+    },
+    /// The pool gave an arena back that was not needed any more.
+    Shrank {
+        /// Bytes of the arena.
+        len: usize,
+        /// Bytes that the pool has without it.
+        capacity: usize,
+    },
+    /// Allocs were refused for want of memory, or waited in vain. Told at most once a second for each access class
+    /// or share, on the thread that was refused.
+    Exhausted {
+        /// The books at the last of these refusals.
+        books: &'a crate::error::Exhausted,
+        /// How many there were since this was last told.
+        refused: u64,
+    },
+    /// The arenas of an access class were taken down, after the last handle and buffer.
+    TakenDown {
+        /// How many there were.
+        arenas: usize,
+        /// Bytes of them.
+        bytes: usize,
+    },
+}
+
+impl Event<'_> {
+    /// Its kind in one word, as a label of metrics.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::DeregisterFailed { .. } => "deregister_failed",
+            Self::UnmapFailed { .. } => "unmap_failed",
+            Self::HugepagesMissing { .. } => "hugepages_missing",
+            Self::GrowthFailed { .. } => "growth_failed",
+            Self::Built { .. } => "built",
+            Self::BuildFailed { .. } => "build_failed",
+            Self::Grew { .. } => "grew",
+            Self::Shrank { .. } => "shrank",
+            Self::Exhausted { .. } => "exhausted",
+            Self::TakenDown { .. } => "taken_down",
+        }
+    }
 }
 
 pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
@@ -154,6 +222,23 @@ pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
         let call = std::panic::AssertUnwindSafe(|| hook(event));
         let _ = std::panic::catch_unwind(call);
     }
+}
+
+/// Builds, and tells how that went.
+pub(crate) fn tell_built<R>(
+    hook: Option<&EventHook>,
+    build: impl FnOnce() -> Result<Pool<R>, BuildError>,
+) -> Result<Pool<R>, BuildError> {
+    let start = Instant::now();
+    let built = build();
+    match &built {
+        Ok(pool) => {
+            let (arenas, capacity) = pool.size();
+            tell(hook, &Event::Built { arenas, capacity, took: start.elapsed() });
+        }
+        Err(error) => tell(hook, &Event::BuildFailed { error }),
+    }
+    built
 }
 
 /// Gathers what a pool shall be; [`build`](Builder::build) checks it all and makes it.
@@ -334,7 +419,8 @@ impl<R: Reach> Builder<R> {
     /// # Errors
     /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
     pub fn build(self) -> Result<Pool<R>, BuildError> {
-        Pool::from_plans(self.plan()?)
+        let hook = self.hook.clone();
+        tell_built(hook.as_ref(), || Pool::from_plans(self.plan()?))
     }
 
     /// Checks everything that can be known before the first page is mapped. One plan for each access class.

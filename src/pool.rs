@@ -277,6 +277,12 @@ impl<R> Pool<R> {
         self.heaps().iter().map(|core| core.slabs.capacity()).sum()
     }
 
+    /// How many arenas there are, of all classes, and their bytes.
+    pub(crate) fn size(&self) -> (usize, usize) {
+        let arenas = self.heaps().iter().filter_map(|core| Some(core.shown()?.arenas));
+        (arenas.sum(), self.capacity())
+    }
+
     /// Bytes that the pool may grow to.
     pub fn max_capacity(&self) -> usize {
         self.heaps().iter().map(|core| core.grower.max_capacity).sum()

@@ -54,6 +54,8 @@ pub struct Stats {
     pub wait_time: Duration,
     /// The longest of these times.
     pub longest_wait: Duration,
+    /// How many allocs were refused for want of memory, or waited in vain; through a share, in its own books.
+    pub refused: u64,
     /// The longest free run, in bytes: the longest span that can be had at once.
     pub largest_free: usize,
     /// How many free runs there are.
@@ -138,6 +140,8 @@ pub struct Books {
     pub wait_time: Duration,
     /// The longest of these times.
     pub longest_wait: Duration,
+    /// How many allocs were refused for want of memory, or waited in vain; through a share, in its own books.
+    pub refused: u64,
 }
 
 /// What threads' caches (magazines) served, since the pool was built.
@@ -365,6 +369,7 @@ impl Stats {
         self.waits += other.waits;
         self.wait_time += other.wait_time;
         self.longest_wait = self.longest_wait.max(other.longest_wait);
+        self.refused += other.refused;
         self.growths += other.growths;
         self.shrinks += other.shrinks;
         self.growth_failures += other.growth_failures;
@@ -527,5 +532,6 @@ impl Books {
         self.waits += other.waits;
         self.wait_time += other.wait_time;
         self.longest_wait = self.longest_wait.max(other.longest_wait);
+        self.refused += other.refused;
     }
 }

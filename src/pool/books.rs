@@ -40,6 +40,7 @@ impl Core {
             let waits = |class| waited.of(class);
             Stats::new(&counts, &Counted { cached, caches: &caches, waits: &waits })
         };
+        stats.refused = self.refused.times();
         if !self.foreign() {
             stats.waiting = self.waiters.count();
         }
@@ -110,6 +111,7 @@ impl Stats {
             waits: self.waits,
             wait_time: self.wait_time,
             longest_wait: self.longest_wait,
+            refused: self.refused,
         }
     }
 

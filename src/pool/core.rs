@@ -19,6 +19,7 @@ use std::{
 
 use super::{
     Family, PoolRef,
+    alloc::Refused,
     grow::Grower,
     posted::Posts,
     rails::Shown,
@@ -80,6 +81,7 @@ pub(crate) struct Core {
     pub(super) posts: Posts,
     pub(super) waiters: Waiters<Need, Block>,
     pub(super) waited: Mutex<Waited>,
+    pub(super) refused: Refused,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -264,6 +266,7 @@ impl Core {
             posts: Posts::default(),
             waiters: Waiters::new(),
             waited: Mutex::new(Waited::default()),
+            refused: Refused::new(),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
             recalls: AtomicU64::new(0),

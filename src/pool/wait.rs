@@ -288,7 +288,7 @@ impl<R> Pool<R> {
             Ok(block) => Ok(self.buf(block, len)),
             Err(ahead) => {
                 let class = core.class_for(len, align);
-                Err(AllocError::TimedOut { waited, ahead, books: core.books_of(len, class) })
+                Err(AllocError::TimedOut { waited, ahead, books: core.refuse(len, class) })
             }
         }
     }
