@@ -8,7 +8,12 @@ mod memory;
 mod start;
 mod watch;
 
-use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    marker::PhantomData,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use crate::{
     access::Access,
@@ -157,6 +162,72 @@ pub enum Event<'a> {
     /// last of them to come back takes the pool down; those that never do have leaked, with their arenas.
     /// [`Builder::track`] has it say whose they are.
     StillOut(&'a Outstanding),
+    /// A pool was built.
+    Built {
+        /// How many arenas it has, over all access classes.
+        arenas: usize,
+        /// Bytes of them.
+        capacity: usize,
+        /// How long building took.
+        took: Duration,
+    },
+    /// A pool could not be built; nothing is left of it.
+    BuildFailed {
+        /// Why, with the numbers; `build` returns it, too.
+        error: &'a BuildError,
+    },
+    /// The pool grew by an arena.
+    Grew {
+        /// Bytes of the arena.
+        len: usize,
+        /// Bytes that the pool has with it.
+        capacity: usize,
+        /// How long mapping, faulting in and registering took.
+        took: Duration,
+    },
+    /// The pool gave an arena back that was not needed any more.
+    Shrank {
+        /// Bytes of the arena.
+        len: usize,
+        /// Bytes that the pool has without it.
+        capacity: usize,
+    },
+    /// Allocs were refused for want of memory, or waited in vain. Told at most once a second for each access class
+    /// or share, on the thread that was refused.
+    Exhausted {
+        /// The books at the last of these refusals.
+        books: &'a crate::error::Exhausted,
+        /// How many there were since this was last told.
+        refused: u64,
+    },
+    /// The arenas of an access class were taken down, after the last handle and buffer.
+    TakenDown {
+        /// How many there were.
+        arenas: usize,
+        /// Bytes of them.
+        bytes: usize,
+    },
+}
+
+impl Event<'_> {
+    /// Its kind in one word, as a label of metrics.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::DeregisterFailed { .. } => "deregister_failed",
+            Self::UnmapFailed { .. } => "unmap_failed",
+            Self::HugepagesMissing { .. } => "hugepages_missing",
+            Self::GrowthFailed { .. } => "growth_failed",
+            Self::Built { .. } => "built",
+            Self::BuildFailed { .. } => "build_failed",
+            Self::Grew { .. } => "grew",
+            Self::Shrank { .. } => "shrank",
+            Self::Exhausted { .. } => "exhausted",
+            Self::TakenDown { .. } => "taken_down",
+            Self::WrittenAfterFree(_) => "written_after_free",
+            Self::WrittenBeyondEnd(_) => "written_beyond_end",
+            Self::StillOut(_) => "still_out",
+        }
+    }
 }
 
 pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
@@ -167,6 +238,23 @@ pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
         let call = std::panic::AssertUnwindSafe(|| hook(event));
         let _ = std::panic::catch_unwind(call);
     }
+}
+
+/// Builds, and tells how that went.
+pub(crate) fn tell_built<R>(
+    hook: Option<&EventHook>,
+    build: impl FnOnce() -> Result<Pool<R>, BuildError>,
+) -> Result<Pool<R>, BuildError> {
+    let start = Instant::now();
+    let built = build();
+    match &built {
+        Ok(pool) => {
+            let (arenas, capacity) = pool.size();
+            tell(hook, &Event::Built { arenas, capacity, took: start.elapsed() });
+        }
+        Err(error) => tell(hook, &Event::BuildFailed { error }),
+    }
+    built
 }
 
 /// Gathers what a pool shall be; [`build`](Builder::build) checks it all and makes it.
@@ -193,6 +281,7 @@ pub struct Builder<R = Any> {
     arena_size: Option<usize>,
     pages: Pages,
     colouring: bool,
+    count_hits: bool,
     hook: Option<EventHook>,
     heaps: heaps::Wishes,
     start: start::Wishes,
@@ -212,6 +301,7 @@ impl Default for Builder {
             arena_size: None,
             pages: Pages::Prefer(PageSize::Huge2M),
             colouring: false,
+            count_hits: false,
             hook: None,
             heaps: heaps::Wishes::default(),
             start: start::Wishes::default(),
@@ -268,6 +358,7 @@ impl Builder {
             arena_size: self.arena_size,
             pages: self.pages,
             colouring: self.colouring,
+            count_hits: self.count_hits,
             hook: self.hook,
             heaps: self.heaps,
             start: self.start,
@@ -320,6 +411,14 @@ impl<R: Reach> Builder<R> {
         self
     }
 
+    /// Counts every alloc that a thread's cache serves, so that [`CacheStats::hits`](crate::CacheStats::hits) is
+    /// exact. Each alloc and each free then takes a lock of its own thread's, which makes a pair several times as
+    /// slow: for finding out about a load, not for running it. Off, it costs nothing.
+    pub fn count_hits(mut self, on: bool) -> Self {
+        self.count_hits = on;
+        self
+    }
+
     /// Sets a function that is told of rare events. It is called with no lock held, on whatever thread
     /// met the event. A panic in it is caught and ignored.
     pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
@@ -339,7 +438,8 @@ impl<R: Reach> Builder<R> {
     /// # Errors
     /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
     pub fn build(self) -> Result<Pool<R>, BuildError> {
-        Pool::from_plans(self.plan()?)
+        let hook = self.hook.clone();
+        tell_built(hook.as_ref(), || Pool::from_plans(self.plan()?))
     }
 
     /// Checks everything that can be known before the first page is mapped. One plan for each access class.
@@ -409,6 +509,7 @@ impl<R: Reach> Builder<R> {
                 arenas,
                 page_sizes,
                 pad,
+                count_hits: self.count_hits,
                 hook: self.hook.clone(),
                 start: start.for_class(asked.access, placement, before),
                 memory,
@@ -716,6 +817,8 @@ pub(crate) struct Plan {
     pub(crate) page_sizes: Vec<usize>,
     /// Bytes between the blocks of page-multiple slab classes (colouring).
     pub(crate) pad: usize,
+    /// No thread uses its magazines without its lock, under which they are counted.
+    pub(crate) count_hits: bool,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
     pub(crate) memory: Memory,

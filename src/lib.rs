@@ -38,6 +38,9 @@
 //! For code that knows nothing of RDMA: `allocator-api2` (or `nightly`) makes a pool the allocator of
 //! collections, `global` brings a global allocator that serves from a pool, `bytes` and `codec` hand buffers out
 //! as `bytes::Bytes` and read messages into them over tokio, `bytemuck` views them as plain old data.
+//!
+//! For operators: `metrics` gives a pool's numbers to the facade of that name (and so to Prometheus), `tracing`
+//! traces rare events.
 
 // Layers, lowest first: each file uses only its own or lower ones.
 
@@ -145,6 +148,10 @@ pub use crate::adapters::Part;
 pub use crate::adapters::capi;
 #[cfg(all(not(loom), feature = "codec"))]
 pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "metrics"))]
+pub use crate::adapters::count_event;
+#[cfg(all(not(loom), feature = "tracing"))]
+pub use crate::adapters::trace_event;
 #[cfg(all(not(loom), feature = "global"))]
 pub use crate::adapters::{AttachError, PinnedAlloc};
 #[cfg(all(not(loom), feature = "bytemuck"))]
@@ -179,7 +186,10 @@ pub use crate::{
     problem::Problem,
     sg_list::{SgList, SgListError},
     shared::SharedArenas,
-    stats::{AccessStats, Books, ClassStats, GuardStats, ShareStats, Stats},
+    stats::{
+        AccessStats, ArenaStats, Books, CacheStats, ClassStats, GuardStats, PageStats, ShareStats,
+        Stats,
+    },
 };
 
 // Examples of README and book; some open verbs devices.

@@ -341,6 +341,9 @@ struct LocalState {
     caps: [u16; PLACES],
     /// Bytes that the magazines in use here can hold so, over all classes.
     reserved: usize,
+    /// How many blocks of each class were brought in at the last miss, if none was taken out since but by
+    /// allocs: at the next miss all of them have been.
+    brought: [u16; PLACES],
 }
 
 /// How many blocks a magazine may hold at first.
@@ -362,7 +365,12 @@ impl Local {
         let mags = std::array::from_fn(|_| Mag::new());
         Arc::new(Self {
             magazines: Box::new(UnsafeCell::new(Magazines { mags })),
-            state: Mutex::new(LocalState { attached: true, caps: [0; PLACES], reserved: 0 }),
+            state: Mutex::new(LocalState {
+                attached: true,
+                caps: [0; PLACES],
+                reserved: 0,
+                brought: [0; PLACES],
+            }),
             gate,
         })
     }
@@ -431,26 +439,40 @@ impl Hold<'_> {
     }
 
     /// Brings blocks of a class into the loaded magazine from the previous one or the depot; false if
-    /// neither has any.
-    pub(crate) fn reload(&mut self, depot: &Depot, class: usize) -> bool {
+    /// neither has any. Counts what that was, for the alloc that asks; `gated`: whether allocs pass the gate
+    /// unseen.
+    pub(crate) fn reload(&mut self, depot: &Depot, class: usize, gated: bool) -> bool {
         let cap = self.cap(depot, class);
         let mag = self.mag(class);
         if mag.previous_len(depot).is_some_and(|n| n > 0) {
             mag.swap(depot, cap);
+            depot.count_hits(class, u64::from(!gated));
             return true;
         }
+        // Both are empty, so allocs have had what the last miss brought, the first of it that one itself.
+        let brought = std::mem::take(&mut self.state.brought[class]);
+        if gated {
+            depot.count_hits(class, u64::from(brought.saturating_sub(1)));
+        }
+        depot.count_miss(class);
+        let mag = self.mag(class);
         let Some(full) = depot.get_full(class) else { return false };
+        depot.count_from_depot(class);
+        let brought = depot.count(&full);
         if let Some(empty) = mag.previous.take() {
             depot.put_empty(class, empty);
         }
         mag.previous.set(mag.unload(depot));
         mag.load(depot, full, cap);
+        self.state.brought[class] = brought as u16;
         true
     }
 
     /// Makes room in the loaded magazine. `Some` is a full magazine that the depot did not want: the
     /// caller empties it into the slabs and puts it by as empty.
     pub(crate) fn make_room(&mut self, depot: &Depot, class: usize) -> Option<Magazine> {
+        // What goes out with a magazine may be what was brought.
+        self.state.brought[class] = 0;
         let before = self.cap(depot, class);
         let cap = self.grow(depot, class);
         let mag = self.mag(class);
@@ -486,10 +508,12 @@ impl Hold<'_> {
         if mag.end.get().is_null() {
             mag.load(depot, depot.get_empty(class), cap);
         }
+        let before = mag.len();
         fill(mag.room(), &mut |entry| {
             let fitted = mag.push(entry);
             debug_assert!(fitted, "more blocks than asked for");
         });
+        self.state.brought[class] = (mag.len() - before) as u16;
     }
 
     /// How many blocks a magazine of the class may hold in this thread. A class that is used for the first
@@ -518,6 +542,7 @@ impl Hold<'_> {
             }
             self.state.caps = [0; PLACES];
             self.state.reserved = 0;
+            self.state.brought = [0; PLACES];
         }
         self.state.caps[class] = first as u16;
         self.state.reserved += bytes;
@@ -576,5 +601,6 @@ impl Hold<'_> {
         }
         self.state.caps = [0; PLACES];
         self.state.reserved = 0;
+        self.state.brought = [0; PLACES];
     }
 }

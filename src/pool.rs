@@ -211,7 +211,9 @@ impl<R> Pool<R> {
 
     /// Sums up where the pool's bytes are.
     ///
-    /// Takes locks, and sends every thread through its slow path once; not for hot paths. In a forked child
+    /// Takes locks, and sends every thread through its slow path once; not for hot paths. Looking for tokens and
+    /// tables in memory it reads a word or so for each page in use, so its time grows with what is in use; the
+    /// slabs' lock is held for a part of it only. In a forked child
     /// the figures are those of the fork, with blocks in caches counted as live (and all zero if the fork
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
@@ -222,6 +224,7 @@ impl<R> Pool<R> {
             stats.table_bytes += core.guard.as_ref().map_or(0, |guard| guard.table_bytes());
         }
         let m = limits::memlock();
+        stats.hits_exact = !self.core().gated;
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);
         stats
@@ -240,6 +243,12 @@ impl<R> Pool<R> {
     /// Bytes of all arenas, of all classes, that there are now.
     pub fn capacity(&self) -> usize {
         self.heaps().iter().map(|core| core.slabs.capacity()).sum()
+    }
+
+    /// How many arenas there are, of all classes, and their bytes.
+    pub(crate) fn size(&self) -> (usize, usize) {
+        let arenas = self.heaps().iter().filter_map(|core| Some(core.shown()?.arenas));
+        (arenas.sum(), self.capacity())
     }
 
     /// Bytes that the pool may grow to.

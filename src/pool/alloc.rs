@@ -4,15 +4,21 @@ use std::{
     panic::Location,
     sync::{
         Arc,
-        atomic::Ordering::{Acquire, Relaxed, Release},
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
     },
+    time::{Duration, Instant},
 };
 
 use super::{Core, wait::Need};
 use crate::{
+    config::{self, Event},
     depot::Magazine,
     error::{AllocError, Exhausted},
     guard::Caller,
+    lock::Mutex,
     magazine::Local,
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given},
@@ -25,6 +31,39 @@ use crate::{
 const REFILL: usize = 64;
 /// How many refills stay small after memory ran short.
 const SCARCE_REFILLS: u32 = 64;
+
+/// How often allocs were refused, and when that was told.
+pub(super) struct Refused {
+    times: AtomicU64,
+    told: Mutex<Option<(Instant, u64)>>,
+}
+
+impl Refused {
+    /// At most so often it is told.
+    const PAUSE: Duration = Duration::from_secs(1);
+
+    pub(super) fn new() -> Self {
+        Self { times: AtomicU64::new(0), told: Mutex::new(None) }
+    }
+
+    pub(super) fn times(&self) -> u64 {
+        self.times.load(Relaxed)
+    }
+
+    /// Counts one; how many there were since it was last told, if it is to be told now.
+    fn count(&self, now: Instant) -> Option<u64> {
+        let times = self.times.fetch_add(1, Relaxed) + 1;
+        // Whoever finds it locked leaves telling to the other.
+        let mut told = self.told.try_lock()?;
+        let before = match *told {
+            Some((at, _)) if now.saturating_duration_since(at) < Self::PAUSE => return None,
+            Some((_, times)) => times,
+            None => 0,
+        };
+        *told = Some((now, times));
+        Some(times.saturating_sub(before))
+    }
+}
 
 impl Core {
     /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
@@ -75,12 +114,14 @@ impl Core {
         }
         let need = self.need(len, align);
         if self.waiters.any() {
+            self.depot.count_miss(need.class);
             return self.alloc_rest(&need, passing, caller);
         }
         let class = need.class;
         let cached = if class < CLASSES {
             self.alloc_cached(class).inspect(|&entry| self.show_block(entry, class))
         } else {
+            self.depot.count_miss(class);
             self.consolidate(len);
             None
         };
@@ -122,7 +163,7 @@ impl Core {
             return never;
         }
         self.class().unwrap_or(self).grower.refused(len);
-        self.exhausted(len, self.class_for(len, align))
+        AllocError::Exhausted(self.refuse(len, self.class_for(len, align)))
     }
 
     /// The longest buffer: a share's may come from beyond its reserve.
@@ -133,17 +174,21 @@ impl Core {
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
     pub(super) fn alloc_cached(&self, class: usize) -> Option<Entry> {
-        thread::with_local(self, |local| {
+        let cached = thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
             // While somebody waits nothing goes into caches. Asked under the lock that whoever emptied them
             // had before: see `waiters.rs`.
             if !hold.attached() || self.waiters.any() {
+                self.depot.count_miss(class);
                 return None;
             }
             let mut entry = hold.pop(class);
-            if entry.is_none() {
-                if !hold.reload(&self.depot, class) {
+            if entry.is_some() {
+                // Where gates are open the next miss counts it.
+                self.depot.count_hits(class, u64::from(!self.gated));
+            } else {
+                if !hold.reload(&self.depot, class, self.gated) {
                     if size_class::size_of(class) > MAX_SLAB_BLOCK {
                         // Calling back takes this thread's lock too.
                         drop(hold);
@@ -167,8 +212,11 @@ impl Core {
                 hold.publish();
             }
             entry
-        })
-        .flatten()
+        });
+        if cached.is_none() {
+            self.depot.count_miss(class);
+        }
+        cached.flatten()
     }
 
     pub(super) fn refill(&self, room: usize) -> usize {
@@ -279,12 +327,17 @@ impl Core {
         self.depot.put_empty(class, m);
     }
 
-    pub(super) fn exhausted(&self, asked: usize, class: usize) -> AllocError {
-        AllocError::Exhausted(self.books_of(asked, class))
+    /// The books for the error of an alloc that found no memory, or waited for it in vain: counts it, and tells.
+    pub(super) fn refuse(&self, asked: usize, class: usize) -> Box<Exhausted> {
+        let books = self.books_of(asked, class);
+        if let Some(refused) = self.refused.count(Instant::now()) {
+            let hook = self.class().unwrap_or(self).grower.hook.as_ref();
+            config::tell(hook, &Event::Exhausted { books: &books, refused });
+        }
+        books
     }
 
-    /// The books, for an error.
-    pub(super) fn books_of(&self, asked: usize, class: usize) -> Box<Exhausted> {
+    fn books_of(&self, asked: usize, class: usize) -> Box<Exhausted> {
         let mut stats = self.stats();
         let mut reserved = self.reserved;
         if let Some(class) = self.class() {

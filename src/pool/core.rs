@@ -19,6 +19,7 @@ use std::{
 
 use super::{
     Family, PoolRef,
+    alloc::Refused,
     grow::Grower,
     guarded::Guarded,
     posted::Posts,
@@ -66,7 +67,8 @@ pub(crate) struct Core {
     /// What of a block's packed keys its users may see: without the rkey, if peers may do nothing.
     #[cfg(feature = "capi")]
     pub(super) keys_mask: u64,
-    /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
+    /// Whether threads may use their magazines without a lock (the kernel has `membarrier`, and nobody wants
+    /// hits counted).
     pub(super) gated: bool,
     pub(super) access: Access,
     /// Blocks out that are not of the class that their layout says; see `raw`.
@@ -84,6 +86,7 @@ pub(crate) struct Core {
     pub(super) posts: Posts,
     pub(super) waiters: Waiters<Need, Block>,
     pub(super) waited: Mutex<Waited>,
+    pub(super) refused: Refused,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -118,6 +121,7 @@ pub(super) struct Registry {
 struct Parts {
     name: String,
     access: Access,
+    gated: bool,
     wire_base: u64,
     wire_mask: u64,
     tokens: Tokens,
@@ -141,6 +145,7 @@ impl Core {
         family: &Arc<Family>,
     ) -> Result<Vec<Arc<Self>>, BuildError> {
         let (access, stride, pad) = (plan.access, plan.stride, plan.pad);
+        let gated = asymmetric_barrier_available() && !plan.count_hits;
         let (shares, ranges) = (std::mem::take(&mut plan.shares), std::mem::take(&mut plan.ranges));
         let name = std::mem::take(&mut plan.name);
         let unreserved = ranges.iter().map(|&(_, len)| len);
@@ -187,6 +192,7 @@ impl Core {
             Parts {
                 name,
                 access,
+                gated,
                 wire_base,
                 wire_mask,
                 tokens,
@@ -222,6 +228,7 @@ impl Core {
             let share = Parts {
                 name: share.name,
                 access,
+                gated,
                 wire_base,
                 wire_mask,
                 tokens,
@@ -262,7 +269,7 @@ impl Core {
             remote: access.is_remote(),
             #[cfg(feature = "capi")]
             keys_mask: if access.is_remote() { u64::MAX } else { u32::MAX.into() },
-            gated: asymmetric_barrier_available(),
+            gated: parts.gated,
             access,
             // What a guarded buffer's layout says is never all there is to know.
             odd: AtomicUsize::new(usize::from(watched)),
@@ -279,6 +286,7 @@ impl Core {
             posts: Posts::default(),
             waiters: Waiters::new(),
             waited: Mutex::new(Waited::default()),
+            refused: Refused::new(),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
             recalls: AtomicU64::new(0),

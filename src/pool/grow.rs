@@ -29,7 +29,6 @@ use crate::{
     bell::Bell,
     config::{self, Event, EventHook, Plan},
     error::BuildError,
-    size_class,
     stats::Stats,
     sys::signals,
 };
@@ -77,6 +76,8 @@ struct Clock {
 /// An event that is told once no lock is held.
 enum Later {
     Told(Told),
+    Grew { len: usize, capacity: usize, took: Duration },
+    Shrank { len: usize, capacity: usize },
     Failed { len: usize, failures: u32, retry_after: Duration, error: BuildError },
 }
 
@@ -241,6 +242,12 @@ impl Core {
         let hook = self.grower.hook.as_ref();
         match event {
             Later::Told(told) => told.tell(hook),
+            &Later::Grew { len, capacity, took } => {
+                config::tell(hook, &Event::Grew { len, capacity, took });
+            }
+            &Later::Shrank { len, capacity } => {
+                config::tell(hook, &Event::Shrank { len, capacity });
+            }
             &Later::Failed { len, failures, retry_after, ref error } => {
                 let (capacity, max_capacity) = (self.slabs.capacity(), self.grower.max_capacity);
                 let event = Event::GrowthFailed {
@@ -323,8 +330,8 @@ impl Core {
             let start = Instant::now();
             let mut told = Vec::new();
             let grown = arenas.grow(slot, &g.stop, &mut told);
-            let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            g.nanos.fetch_add(took, Relaxed);
+            let took = start.elapsed();
+            g.nanos.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
             later.extend(told.into_iter().map(Later::Told));
             match grown {
                 Ok(Some(standing)) => {
@@ -336,6 +343,8 @@ impl Core {
                     self.show(arenas);
                     drop(guard);
                     g.growths.fetch_add(1, Relaxed);
+                    let capacity = self.slabs.capacity();
+                    later.push(Later::Grew { len: standing.len, capacity, took });
                     self.wake_waiters();
                     clock.failures = 0;
                     if clock.look_at.is_none() {
@@ -400,7 +409,7 @@ impl Core {
                 _ => None,
             };
             let rested = since.is_some_and(|s| now.saturating_sub(s) >= g.shrink_after);
-            if rested && idle >= keep.saturating_add(len) && self.take_out(slot, later) {
+            if rested && idle >= keep.saturating_add(len) && self.take_out(slot, len, later) {
                 idle = idle.saturating_sub(len);
                 *since = None;
             }
@@ -419,12 +428,11 @@ impl Core {
     }
 
     /// Takes one arena out and down; false if it is in use after all.
-    fn take_out(&self, slot: usize, later: &mut Vec<Later>) -> bool {
+    fn take_out(&self, slot: usize, len: usize, later: &mut Vec<Later>) -> bool {
         let mut guard = self.arenas.lock();
         let Some(arenas) = guard.as_mut() else { return false };
         // From here on no block of it can be had.
         let Some(offset) = self.slabs.remove_arena(slot) else { return false };
-        let len = self.slabs.map().stride_pages() as usize * size_class::PAGE;
         self.forget_guarded(offset, len);
         self.depot.limits.follow(self.slabs.capacity());
         self.slabs.map().unpublish(offset);
@@ -433,6 +441,7 @@ impl Core {
         self.show(arenas);
         drop(guard);
         later.extend(told.into_iter().map(Later::Told));
+        later.push(Later::Shrank { len, capacity: self.slabs.capacity() });
         self.grower.shrinks.fetch_add(1, Relaxed);
         true
     }

@@ -215,7 +215,7 @@ impl<R> Share<R> {
             Ok((home, block)) => Ok(Self::buf(home, block, len, caller)),
             Err(ahead) => {
                 let class = core.class_for(len, align);
-                Err(AllocError::TimedOut { waited, ahead, books: core.books_of(len, class) })
+                Err(AllocError::TimedOut { waited, ahead, books: core.refuse(len, class) })
             }
         }
     }

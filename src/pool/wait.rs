@@ -20,6 +20,7 @@ use crate::{
     reach::Any,
     size_class::{self, CLASSES, MAX_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given},
+    stats::WaitCounts,
     thread::gate_at,
     waiters::Passed,
 };
@@ -41,10 +42,23 @@ pub(crate) type Block = (Entry, usize);
 /// What waiting has come to, over a pool's life.
 #[derive(Default)]
 pub(super) struct Waited {
-    /// How often a request got in line.
-    pub(super) times: u64,
-    /// How long those that have left it stood there, together.
-    pub(super) time: Duration,
+    /// How often a request got in line, how long those that have left it stood there, by class: of those that
+    /// anybody waited for.
+    classes: Vec<(usize, WaitCounts)>,
+}
+
+impl Waited {
+    fn at(&mut self, class: usize) -> &mut WaitCounts {
+        let at = self.classes.iter().position(|c| c.0 == class).unwrap_or_else(|| {
+            self.classes.push((class, WaitCounts::default()));
+            self.classes.len() - 1
+        });
+        &mut self.classes[at].1
+    }
+
+    pub(super) fn of(&self, class: usize) -> WaitCounts {
+        self.classes.iter().find(|c| c.0 == class).map_or_else(WaitCounts::default, |c| c.1)
+    }
 }
 
 impl Core {
@@ -80,13 +94,13 @@ impl Core {
 
     /// Gets in line, and everybody served who can be, this request too.
     pub(super) fn enter_line(&self, need: Need, waker: Waker) -> Turn {
-        self.waited.lock().times += 1;
+        self.waited.lock().at(need.class).times += 1;
         self.stand_in_line(need, waker)
     }
 
     /// The same without counting it.
     pub(super) fn stand_in_line(&self, need: Need, waker: Waker) -> Turn {
-        let since = Instant::now();
+        let (since, class) = (Instant::now(), need.class);
         let entered = self.waiters.enter(need, waker);
         if let Some(round) = entered.unsettled {
             self.call_back();
@@ -96,13 +110,16 @@ impl Core {
         if self.waiters.any() {
             self.grower.refused(need.len);
         }
-        Turn { ticket: entered.ticket, since }
+        Turn { ticket: entered.ticket, since, class }
     }
 
     /// Ends a turn: for the books.
     pub(super) fn end(&self, turn: &Turn) -> Duration {
         let stood = turn.since.elapsed();
-        self.waited.lock().time += stood;
+        let mut waited = self.waited.lock();
+        let counts = waited.at(turn.class);
+        counts.time += stood;
+        counts.longest = counts.longest.max(stood);
         stood
     }
 
@@ -136,6 +153,7 @@ impl Core {
 pub(super) struct Turn {
     pub(super) ticket: u64,
     since: Instant,
+    class: usize,
 }
 
 pub(super) struct Unpark(pub(super) thread::Thread);
@@ -293,7 +311,7 @@ impl<R> Pool<R> {
             Ok(block) => Ok(self.buf(block, len, caller)),
             Err(ahead) => {
                 let class = core.class_for(len, align);
-                Err(AllocError::TimedOut { waited, ahead, books: core.books_of(len, class) })
+                Err(AllocError::TimedOut { waited, ahead, books: core.refuse(len, class) })
             }
         }
     }

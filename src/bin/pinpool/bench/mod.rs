@@ -190,7 +190,7 @@ pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Relaxed)
 }
 
-fn on_interrupt() -> Result<(), Failure> {
+pub(crate) fn on_interrupt() -> Result<(), Failure> {
     ctrlc::set_handler(|| {
         if INTERRUPTED.swap(true, Relaxed) {
             // Asked twice: what is registered goes with the process.
