@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "lock", "problem", "reentry", "sync", "size_class", "config", "reach", "bell"},
+    {"access", "error", "lock", "problem", "damage", "outstanding", "reentry", "sync", "size_class", "config", "reach", "bell"},
     {"sys"},
     {"device", "preflight"},
     {"arena", "page_map", "published", "slab"},
-    {"stack", "gate", "drought", "depot", "magazine", "thread", "stats", "record", "tokens", "mark", "outs", "waiters"},
+    {"stack", "gate", "drought", "guard", "depot", "magazine", "thread", "stats", "record", "tokens", "mark", "outs", "waiters"},
     {"pool", "buf", "local", "batch", "shared", "sg_list"},
     {"adapters", "doctor", "lease", "loopback"},
 ]

@@ -93,7 +93,23 @@ pub(crate) struct Arenas {
     /// By rail.
     rails: Vec<Option<Rail>>,
     plan: Plan,
-    register_calls: u64,
+    calls: Calls,
+}
+
+/// The register calls that were made.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Calls {
+    pub(crate) count: u64,
+    /// How long they took together, refused ones included, and the longest.
+    pub(crate) time: Duration,
+    pub(crate) longest: Duration,
+}
+
+impl Calls {
+    fn took(&mut self, time: Duration) {
+        self.time += time;
+        self.longest = self.longest.max(time);
+    }
 }
 
 /// What taking arenas down left behind.
@@ -213,8 +229,13 @@ impl Arenas {
         let rail = |(device, info)| Some(Rail { device, info });
         let rails = plan.devices.drain(..).zip(plan.infos.drain(..)).map(rail).collect();
         let first = plan.arenas.len();
-        let mut arenas =
-            Self { list: Vec::with_capacity(first), reservation, rails, plan, register_calls: 0 };
+        let mut arenas = Self {
+            list: Vec::with_capacity(first),
+            reservation,
+            rails,
+            plan,
+            calls: Calls::default(),
+        };
         // On an error, dropping `arenas` undoes exactly what stands.
         let slots: Vec<usize> = (0..first).map(|i| arenas.plan.slot_of(i)).collect();
         start::run(&mut arenas, &slots, None)?;
@@ -240,8 +261,8 @@ impl Arenas {
         Ok(files.into_iter().filter_map(arena).collect())
     }
 
-    pub(crate) fn register_calls(&self) -> u64 {
-        self.register_calls
+    pub(crate) fn calls(&self) -> Calls {
+        self.calls
     }
 
     fn offset(&self, slot: usize) -> usize {

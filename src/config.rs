@@ -6,13 +6,21 @@ mod growth;
 mod heaps;
 mod memory;
 mod start;
+mod watch;
 
-use std::{fmt, marker::PhantomData, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    marker::PhantomData,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use crate::{
     access::Access,
+    damage::Damage,
     device::{Device, DeviceInfo},
     error::{BuildError, Bytes},
+    outstanding::Outstanding,
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
@@ -30,12 +38,14 @@ pub use self::{
     heaps::Reserve,
     memory::Backing,
     start::{Numa, Progress, Stage},
+    watch::{Guards, Track},
 };
 pub(crate) use self::{
     growth::Growth,
     heaps::{Range, SharePlan},
     memory::{Fixed, Memory},
     start::{Placement, Start},
+    watch::Watch,
 };
 
 /// A size of hugepage.
@@ -144,6 +154,80 @@ pub enum Event<'a> {
         /// Why, with the numbers.
         error: &'a BuildError,
     },
+    /// Somebody wrote to memory that nobody had ([`Guards::poison`]).
+    WrittenAfterFree(&'a Damage),
+    /// Somebody wrote beyond the end of a buffer ([`Guards::canary`]).
+    WrittenBeyondEnd(&'a Damage),
+    /// The last handle of a pool goes while buffers of it are out, in handles, as tokens or as bare addresses: the
+    /// last of them to come back takes the pool down; those that never do have leaked, with their arenas.
+    /// [`Builder::track`] has it say whose they are.
+    StillOut(&'a Outstanding),
+    /// A pool was built.
+    Built {
+        /// How many arenas it has, over all access classes.
+        arenas: usize,
+        /// Bytes of them.
+        capacity: usize,
+        /// How long building took.
+        took: Duration,
+    },
+    /// A pool could not be built; nothing is left of it.
+    BuildFailed {
+        /// Why, with the numbers; `build` returns it, too.
+        error: &'a BuildError,
+    },
+    /// The pool grew by an arena.
+    Grew {
+        /// Bytes of the arena.
+        len: usize,
+        /// Bytes that the pool has with it.
+        capacity: usize,
+        /// How long mapping, faulting in and registering took.
+        took: Duration,
+    },
+    /// The pool gave an arena back that was not needed any more.
+    Shrank {
+        /// Bytes of the arena.
+        len: usize,
+        /// Bytes that the pool has without it.
+        capacity: usize,
+    },
+    /// Allocs were refused for want of memory, or waited in vain. Told at most once a second for each access class
+    /// or share, on the thread that was refused.
+    Exhausted {
+        /// The books at the last of these refusals.
+        books: &'a crate::error::Exhausted,
+        /// How many there were since this was last told.
+        refused: u64,
+    },
+    /// The arenas of an access class were taken down, after the last handle and buffer.
+    TakenDown {
+        /// How many there were.
+        arenas: usize,
+        /// Bytes of them.
+        bytes: usize,
+    },
+}
+
+impl Event<'_> {
+    /// Its kind in one word, as a label of metrics.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::DeregisterFailed { .. } => "deregister_failed",
+            Self::UnmapFailed { .. } => "unmap_failed",
+            Self::HugepagesMissing { .. } => "hugepages_missing",
+            Self::GrowthFailed { .. } => "growth_failed",
+            Self::Built { .. } => "built",
+            Self::BuildFailed { .. } => "build_failed",
+            Self::Grew { .. } => "grew",
+            Self::Shrank { .. } => "shrank",
+            Self::Exhausted { .. } => "exhausted",
+            Self::TakenDown { .. } => "taken_down",
+            Self::WrittenAfterFree(_) => "written_after_free",
+            Self::WrittenBeyondEnd(_) => "written_beyond_end",
+            Self::StillOut(_) => "still_out",
+        }
+    }
 }
 
 pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
@@ -154,6 +238,23 @@ pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
         let call = std::panic::AssertUnwindSafe(|| hook(event));
         let _ = std::panic::catch_unwind(call);
     }
+}
+
+/// Builds, and tells how that went.
+pub(crate) fn tell_built<R>(
+    hook: Option<&EventHook>,
+    build: impl FnOnce() -> Result<Pool<R>, BuildError>,
+) -> Result<Pool<R>, BuildError> {
+    let start = Instant::now();
+    let built = build();
+    match &built {
+        Ok(pool) => {
+            let (arenas, capacity) = pool.size();
+            tell(hook, &Event::Built { arenas, capacity, took: start.elapsed() });
+        }
+        Err(error) => tell(hook, &Event::BuildFailed { error }),
+    }
+    built
 }
 
 /// Gathers what a pool shall be; [`build`](Builder::build) checks it all and makes it.
@@ -180,11 +281,13 @@ pub struct Builder<R = Any> {
     arena_size: Option<usize>,
     pages: Pages,
     colouring: bool,
+    count_hits: bool,
     hook: Option<EventHook>,
     heaps: heaps::Wishes,
     start: start::Wishes,
     memory: memory::Wishes,
     growth: growth::Wishes,
+    watch: Watch,
     _reach: PhantomData<R>,
     mapping: StepHook,
 }
@@ -198,11 +301,13 @@ impl Default for Builder {
             arena_size: None,
             pages: Pages::Prefer(PageSize::Huge2M),
             colouring: false,
+            count_hits: false,
             hook: None,
             heaps: heaps::Wishes::default(),
             start: start::Wishes::default(),
             memory: memory::Wishes::default(),
             growth: growth::Wishes::default(),
+            watch: Watch::default(),
             _reach: PhantomData,
             mapping: StepHook::default(),
         }
@@ -253,11 +358,13 @@ impl Builder {
             arena_size: self.arena_size,
             pages: self.pages,
             colouring: self.colouring,
+            count_hits: self.count_hits,
             hook: self.hook,
             heaps: self.heaps,
             start: self.start,
             memory: self.memory,
             growth: self.growth,
+            watch: self.watch,
             _reach: PhantomData,
             mapping: self.mapping,
         }
@@ -304,6 +411,14 @@ impl<R: Reach> Builder<R> {
         self
     }
 
+    /// Counts every alloc that a thread's cache serves, so that [`CacheStats::hits`](crate::CacheStats::hits) is
+    /// exact. Each alloc and each free then takes a lock of its own thread's, which makes a pair several times as
+    /// slow: for finding out about a load, not for running it. Off, it costs nothing.
+    pub fn count_hits(mut self, on: bool) -> Self {
+        self.count_hits = on;
+        self
+    }
+
     /// Sets a function that is told of rare events. It is called with no lock held, on whatever thread
     /// met the event. A panic in it is caught and ignored.
     pub fn on_event(mut self, hook: impl Fn(&Event<'_>) + Send + Sync + 'static) -> Self {
@@ -323,7 +438,8 @@ impl<R: Reach> Builder<R> {
     /// # Errors
     /// [`BuildError`], with the numbers; nothing then stays mapped or registered.
     pub fn build(self) -> Result<Pool<R>, BuildError> {
-        Pool::from_plans(self.plan()?)
+        let hook = self.hook.clone();
+        tell_built(hook.as_ref(), || Pool::from_plans(self.plan()?))
     }
 
     /// Checks everything that can be known before the first page is mapped. One plan for each access class.
@@ -362,7 +478,7 @@ impl<R: Reach> Builder<R> {
                 own
             } else {
                 let arenas = [&layout].into_iter().chain(&layouts).flat_map(|l| l.arenas.clone());
-                found.with(own, &infos, &arenas.collect::<Vec<_>>(), layout.stride, &facts)
+                found.with(own, &infos, &arenas.collect::<Vec<_>>(), layout.arena, &facts)
             };
             parts.push((layout, memory, fixed, Placement::Anywhere));
         }
@@ -379,7 +495,7 @@ impl<R: Reach> Builder<R> {
         for ((name, asked), (layout, memory, fixed, placement)) in
             names.into_iter().zip(asked).zip(parts)
         {
-            let Layout { capacity, stride, arenas, more, page_sizes } = layout;
+            let Layout { capacity, stride, arenas, more, page_sizes, .. } = layout;
             let slot = |i: usize| fixed.get(i).map_or(i, |f: &Fixed| f.slot);
             let cut = self.heaps.lay_out(&name, |i| slot(i) * stride, &arenas, pad)?;
             let unreserved = cut.ranges.iter().map(|&(_, len)| len).sum();
@@ -393,6 +509,7 @@ impl<R: Reach> Builder<R> {
                 arenas,
                 page_sizes,
                 pad,
+                count_hits: self.count_hits,
                 hook: self.hook.clone(),
                 start: start.for_class(asked.access, placement, before),
                 memory,
@@ -400,6 +517,7 @@ impl<R: Reach> Builder<R> {
                 growth: self.growth.plan(capacity, unreserved, more)?,
                 ranges: cut.ranges,
                 shares: cut.shares,
+                watch: self.watch,
                 mapping: self.mapping.clone(),
             });
             // One class grows.
@@ -434,6 +552,9 @@ pub(crate) struct Asked {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Layout {
     pub(crate) capacity: usize,
+    /// Bytes of an arena, the last ones apart.
+    pub(crate) arena: usize,
+    /// From one arena's start to the next.
     pub(crate) stride: usize,
     pub(crate) arenas: Vec<usize>,
     /// The arenas that can come on top.
@@ -489,7 +610,7 @@ impl Asked {
         }
         let arenas: Vec<_> = layouts.iter().flat_map(|l| l.arenas.iter().copied()).collect();
         let more: Vec<_> = layouts.iter().flat_map(|l| l.more.iter().copied()).collect();
-        let stride = layouts.iter().map(|l| l.stride).max().unwrap_or_default();
+        let stride = layouts.iter().map(|l| l.arena).max().unwrap_or_default();
         let judge = |arenas: &[usize]| {
             let base_page = mmap::base_page();
             let page_sizes = &page_sizes[..];
@@ -538,28 +659,36 @@ impl Asked {
         let more = max_capacity.saturating_sub(capacity) / page * page;
         let sizes = Sizes { capacity, more, page };
         let mut wrong = None;
-        let stride = arena_stride(self.arena_size, sizes, info).unwrap_or_else(|p| {
+        let arena = arena_stride(self.arena_size, sizes, info).unwrap_or_else(|p| {
             wrong = Some(p);
             // The rest is judged as if the size had been left open.
             arena_stride(None, sizes, info).unwrap_or_else(|_| capacity.next_power_of_two())
         });
-        let count = capacity.div_ceil(stride) + more.div_ceil(stride);
-        if count.saturating_mul(stride) > MOST_RESERVED && more > 0 {
+        let count = capacity.div_ceil(arena) + more.div_ceil(arena);
+        if count.saturating_mul(arena) > MOST_RESERVED && more > 0 {
             return Err(BuildError::CapacityTooLarge { asked: max_capacity, max: MOST_RESERVED });
         }
         if count > MAX_ARENAS {
             let problem =
                 format!("makes {count} arenas of this capacity; the most is {MAX_ARENAS}");
-            return Err(BuildError::ArenaSize { asked: stride, problem });
+            return Err(BuildError::ArenaSize { asked: arena, problem });
         }
         let cut = |bytes: usize| {
-            let mut arenas = vec![stride; bytes / stride];
-            arenas.extend(Some(bytes % stride).filter(|&rest| rest > 0));
+            let mut arenas = vec![arena; bytes / arena];
+            arenas.extend(Some(bytes % arena).filter(|&rest| rest > 0));
             arenas
         };
         let (arenas, more, page_sizes) = (cut(capacity), cut(more), page_sizes.to_vec());
-        Ok((Layout { capacity, stride, arenas, more, page_sizes }, wrong))
+        let stride = apart(arena, count);
+        Ok((Layout { capacity, arena, stride, arenas, more, page_sizes }, wrong))
     }
+}
+
+/// From one arena's start to the next: twice its length, so that what runs out of one meets pages without access
+/// before it meets the next. Address space is all that it costs; a range that would be too long goes without.
+fn apart(arena: usize, count: usize) -> usize {
+    let twice = arena.saturating_mul(2);
+    if count > 1 && twice.saturating_mul(count) <= MOST_RESERVED { twice } else { arena }
 }
 
 /// The device whose regions are shortest: it has its say in how long arenas are.
@@ -606,7 +735,7 @@ struct Sizes {
     page: usize,
 }
 
-/// Decides the power of two that arenas are apart, and so their length.
+/// Decides the power of two that arenas are long.
 fn arena_stride(
     asked: Option<usize>,
     Sizes { capacity, more, page }: Sizes,
@@ -688,6 +817,8 @@ pub(crate) struct Plan {
     pub(crate) page_sizes: Vec<usize>,
     /// Bytes between the blocks of page-multiple slab classes (colouring).
     pub(crate) pad: usize,
+    /// No thread uses its magazines without its lock, under which they are counted.
+    pub(crate) count_hits: bool,
     pub(crate) hook: Option<EventHook>,
     pub(crate) start: Start,
     pub(crate) memory: Memory,
@@ -697,6 +828,8 @@ pub(crate) struct Plan {
     /// What no share has reserved.
     pub(crate) ranges: Vec<Range>,
     pub(crate) shares: Vec<SharePlan>,
+    /// What buffers are watched with.
+    pub(crate) watch: Watch,
     /// Asked before each step of mapping.
     pub(crate) mapping: StepHook,
 }
@@ -777,7 +910,8 @@ mod tests {
         let (layout, found) = examine(asked(100 << 20, Some(1 << 32)));
         assert!(found.problems.is_empty(), "{found:?}");
         assert!(matches!(found.notes[..], [Problem::Memory { asked, .. }] if asked == 1 << 32));
-        assert_eq!((layout.stride, layout.arenas), (128 << 20, vec![100 << 20]));
+        assert_eq!((layout.arena, layout.stride), (128 << 20, 256 << 20));
+        assert_eq!(layout.arenas, [100 << 20]);
         assert_eq!(layout.more.iter().sum::<usize>(), (1 << 32) - (100 << 20));
         assert!(layout.more[..31].iter().all(|&len| len == 128 << 20));
         let (layout, found) = examine(asked(100 << 20, None));

@@ -5,7 +5,7 @@ use std::{
     cell::UnsafeCell,
     mem::MaybeUninit,
     num::NonZeroU32,
-    sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed},
+    sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
 };
 
 use crossbeam_utils::CachePadded;
@@ -14,6 +14,7 @@ use crate::{
     size_class::{self, CLASSES},
     slab::Entry,
     stack::{Links, Stack},
+    stats::CacheStats,
 };
 
 /// The right to one magazine: whoever has it may touch the magazine, nobody else may. Not `Copy`.
@@ -39,6 +40,9 @@ struct ClassDepot {
     empty: Stack,
     /// Blocks in `full`. For the books and the limit; exact at quiet points.
     blocks: AtomicUsize,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    from_depot: AtomicU64,
 }
 
 struct Slots(boxcar::Vec<Slot>);
@@ -108,11 +112,18 @@ pub(crate) struct Depot {
 
 impl Depot {
     pub(crate) fn new(limits: Limits) -> Self {
-        let class =
-            || ClassDepot { full: Stack::new(), empty: Stack::new(), blocks: AtomicUsize::new(0) };
+        let class = || ClassDepot {
+            full: Stack::new(),
+            empty: Stack::new(),
+            blocks: AtomicUsize::new(0),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            from_depot: AtomicU64::new(0),
+        };
         Self {
             slots: Slots(boxcar::Vec::new()),
-            classes: (0..CLASSES).map(|_| CachePadded::new(class())).collect(),
+            // The last is that of spans, which have counts alone.
+            classes: (0..=CLASSES).map(|_| CachePadded::new(class())).collect(),
             limits,
         }
     }
@@ -190,6 +201,31 @@ impl Depot {
     /// Blocks of a class that lie in full magazines here.
     pub(crate) fn blocks(&self, class: usize) -> usize {
         self.classes[class].blocks.load(Relaxed)
+    }
+
+    /// Counts allocs that a thread's own magazines served; on slow paths alone, see [`CacheStats::hits`].
+    pub(crate) fn count_hits(&self, class: usize, hits: u64) {
+        if hits > 0 {
+            self.classes[class].hits.fetch_add(hits, Relaxed);
+        }
+    }
+
+    /// Counts an alloc that they did not serve.
+    pub(crate) fn count_miss(&self, class: usize) {
+        self.classes[class].misses.fetch_add(1, Relaxed);
+    }
+
+    /// Counts a miss that a magazine of the depot's made good.
+    pub(crate) fn count_from_depot(&self, class: usize) {
+        self.classes[class].from_depot.fetch_add(1, Relaxed);
+    }
+
+    /// What was counted of a class, or of spans.
+    pub(crate) fn counted(&self, class: usize) -> CacheStats {
+        let c = &self.classes[class];
+        let (from_depot, misses) = (c.from_depot.load(Relaxed), c.misses.load(Relaxed));
+        // One that is counted meanwhile may be seen on one side alone.
+        CacheStats { hits: c.hits.load(Relaxed), misses: misses.max(from_depot), from_depot }
     }
 
     /// Bytes of the magazines' own memory.

@@ -38,6 +38,9 @@
 //! For code that knows nothing of RDMA: `allocator-api2` (or `nightly`) makes a pool the allocator of
 //! collections, `global` brings a global allocator that serves from a pool, `bytes` and `codec` hand buffers out
 //! as `bytes::Bytes` and read messages into them over tokio, `bytemuck` views them as plain old data.
+//!
+//! For operators: `metrics` gives a pool's numbers to the facade of that name (and so to Prometheus), `tracing`
+//! traces rare events.
 
 // Layers, lowest first: each file uses only its own or lower ones.
 
@@ -48,8 +51,12 @@ mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
+mod damage;
+#[cfg(not(loom))]
 mod error;
 mod lock;
+#[cfg(not(loom))]
+mod outstanding;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
@@ -84,6 +91,8 @@ mod slab;
 mod depot;
 mod drought;
 mod gate;
+#[cfg(not(loom))]
+mod guard;
 #[cfg(not(loom))]
 mod magazine;
 mod mark;
@@ -139,6 +148,10 @@ pub use crate::adapters::Part;
 pub use crate::adapters::capi;
 #[cfg(all(not(loom), feature = "codec"))]
 pub use crate::adapters::codec;
+#[cfg(all(not(loom), feature = "metrics"))]
+pub use crate::adapters::count_event;
+#[cfg(all(not(loom), feature = "tracing"))]
+pub use crate::adapters::trace_event;
 #[cfg(all(not(loom), feature = "global"))]
 pub use crate::adapters::{AttachError, PinnedAlloc};
 #[cfg(all(not(loom), feature = "bytemuck"))]
@@ -150,9 +163,10 @@ pub use crate::{
     batch::Batch,
     buf::{Buf, CapacityError},
     config::{
-        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
-        Progress, Reserve, Stage,
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Guards, Numa, PageSize, Pages,
+        PoolExport, Progress, Reserve, Stage, Track,
     },
+    damage::{Damage, Owner, Site},
     device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
@@ -164,6 +178,7 @@ pub use crate::{
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
+    outstanding::{OutSite, Outstanding},
     pool::{
         AllocFuture, Class, DeviceChange, InFlight, Outcome, Pool, PostError, Posted, Share,
         ShareFuture,
@@ -171,7 +186,10 @@ pub use crate::{
     problem::Problem,
     sg_list::{SgList, SgListError},
     shared::SharedArenas,
-    stats::{AccessStats, Books, ClassStats, ShareStats, Stats},
+    stats::{
+        AccessStats, ArenaStats, Books, CacheStats, ClassStats, GuardStats, PageStats, ShareStats,
+        Stats,
+    },
 };
 
 // Examples of README and book; some open verbs devices.

@@ -26,6 +26,7 @@ use crate::{
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
     sync::{in_register, unlikely},
+    sys::shadow,
 };
 
 /// One class's magazines in one thread.
@@ -142,32 +143,33 @@ impl Mag {
     }
 }
 
-/// A class as the hot path carries it: where its magazine lies among the others, in bytes.
+/// A class as the hot path carries it: where its magazine lies among the others, in bytes. Of 32 bits, but held in
+/// a whole register, lest it be widened again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Place(u32);
+pub(crate) struct Place(usize);
 
 impl Place {
     /// `class` is below [`CLASSES`], or [`SPAN_CLASS`].
     #[inline(always)]
     pub(crate) const fn of(class: usize) -> Self {
-        Self((class * size_of::<Mag>()) as u32)
+        Self(class * size_of::<Mag>())
     }
 
     #[inline(always)]
     pub(crate) const fn offset(self) -> u32 {
-        self.0
+        self.0 as u32
     }
 
     /// # Safety
     /// `offset` came from [`offset`](Place::offset).
     #[inline(always)]
     pub(crate) const unsafe fn from_offset(offset: u32) -> Self {
-        Self(offset)
+        Self(offset as usize)
     }
 
     #[inline(always)]
     pub(crate) const fn class(self) -> usize {
-        self.0 as usize / size_of::<Mag>()
+        self.0 / size_of::<Mag>()
     }
 }
 
@@ -198,7 +200,23 @@ impl Magazines {
         debug_assert!(place.class() <= SPAN_CLASS);
         // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
         // SPAN_CLASS, so its place is that of an element of `mags`, which is the only field.
-        unsafe { &*in_register((&raw const self.mags).byte_add(place.0 as usize).cast::<Mag>()) }
+        unsafe { &*in_register((&raw const self.mags).byte_add(place.0).cast::<Mag>()) }
+    }
+}
+
+/// Tells tools that a block is free (see `shadow`); nothing without them. A span passes no magazine.
+#[inline(always)]
+fn hide(place: Place, entry: Entry) {
+    if cfg!(any(pinpool_asan, feature = "valgrind")) && place.class() < CLASSES {
+        shadow::hide(entry.ptr, size_class::size_of(place.class()));
+    }
+}
+
+/// Tells them that it is not.
+#[inline(always)]
+fn show(place: Place, entry: Entry) {
+    if cfg!(any(pinpool_asan, feature = "valgrind")) && place.class() < CLASSES {
+        shadow::show(entry.ptr, size_class::size_of(place.class()));
     }
 }
 
@@ -213,6 +231,9 @@ impl ThreadGate {
         // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
         let entry = unsafe { &*self.enter() }.mag(place).pop();
         self.leave();
+        if let Some(entry) = entry {
+            show(place, entry);
+        }
         entry
     }
 
@@ -220,9 +241,14 @@ impl ThreadGate {
     /// Owner thread only.
     #[inline(always)]
     pub(crate) fn push(&self, place: Place, entry: Entry) -> bool {
+        // Before another thread can have it.
+        hide(place, entry);
         // SAFETY: as in `pop`.
         let done = unsafe { &*self.enter() }.mag(place).push(entry);
         self.leave();
+        if !done {
+            show(place, entry);
+        }
         done
     }
 
@@ -239,6 +265,9 @@ impl ThreadGate {
             None
         };
         self.leave();
+        if let Some(entry) = entry {
+            show(place, entry);
+        }
         entry
     }
 
@@ -250,6 +279,7 @@ impl ThreadGate {
         let has_room = mag.previous_len(depot).is_some_and(|n| n < mag.cap());
         let done = has_room && mag.room() == 0 && {
             mag.swap(depot, mag.cap());
+            hide(place, entry);
             mag.push(entry)
         };
         self.leave();
@@ -270,6 +300,7 @@ impl ThreadGate {
                 out.set_len(out.len() + n);
                 mag.top.set(top);
             }
+            out[out.len() - n..].iter().for_each(|&entry| show(place, entry));
         }
         self.leave();
         n
@@ -282,6 +313,7 @@ impl ThreadGate {
         let mag = unsafe { &*self.enter() }.mag(place);
         let n = entries.len().min(mag.room());
         if n > 0 {
+            entries[entries.len() - n..].iter().for_each(|&entry| hide(place, entry));
             // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
             unsafe {
                 let top = mag.top.get();
@@ -309,6 +341,9 @@ struct LocalState {
     caps: [u16; PLACES],
     /// Bytes that the magazines in use here can hold so, over all classes.
     reserved: usize,
+    /// How many blocks of each class were brought in at the last miss, if none was taken out since but by
+    /// allocs: at the next miss all of them have been.
+    brought: [u16; PLACES],
 }
 
 /// How many blocks a magazine may hold at first.
@@ -330,7 +365,12 @@ impl Local {
         let mags = std::array::from_fn(|_| Mag::new());
         Arc::new(Self {
             magazines: Box::new(UnsafeCell::new(Magazines { mags })),
-            state: Mutex::new(LocalState { attached: true, caps: [0; PLACES], reserved: 0 }),
+            state: Mutex::new(LocalState {
+                attached: true,
+                caps: [0; PLACES],
+                reserved: 0,
+                brought: [0; PLACES],
+            }),
             gate,
         })
     }
@@ -399,26 +439,40 @@ impl Hold<'_> {
     }
 
     /// Brings blocks of a class into the loaded magazine from the previous one or the depot; false if
-    /// neither has any.
-    pub(crate) fn reload(&mut self, depot: &Depot, class: usize) -> bool {
+    /// neither has any. Counts what that was, for the alloc that asks; `gated`: whether allocs pass the gate
+    /// unseen.
+    pub(crate) fn reload(&mut self, depot: &Depot, class: usize, gated: bool) -> bool {
         let cap = self.cap(depot, class);
         let mag = self.mag(class);
         if mag.previous_len(depot).is_some_and(|n| n > 0) {
             mag.swap(depot, cap);
+            depot.count_hits(class, u64::from(!gated));
             return true;
         }
+        // Both are empty, so allocs have had what the last miss brought, the first of it that one itself.
+        let brought = std::mem::take(&mut self.state.brought[class]);
+        if gated {
+            depot.count_hits(class, u64::from(brought.saturating_sub(1)));
+        }
+        depot.count_miss(class);
+        let mag = self.mag(class);
         let Some(full) = depot.get_full(class) else { return false };
+        depot.count_from_depot(class);
+        let brought = depot.count(&full);
         if let Some(empty) = mag.previous.take() {
             depot.put_empty(class, empty);
         }
         mag.previous.set(mag.unload(depot));
         mag.load(depot, full, cap);
+        self.state.brought[class] = brought as u16;
         true
     }
 
     /// Makes room in the loaded magazine. `Some` is a full magazine that the depot did not want: the
     /// caller empties it into the slabs and puts it by as empty.
     pub(crate) fn make_room(&mut self, depot: &Depot, class: usize) -> Option<Magazine> {
+        // What goes out with a magazine may be what was brought.
+        self.state.brought[class] = 0;
         let before = self.cap(depot, class);
         let cap = self.grow(depot, class);
         let mag = self.mag(class);
@@ -454,10 +508,12 @@ impl Hold<'_> {
         if mag.end.get().is_null() {
             mag.load(depot, depot.get_empty(class), cap);
         }
+        let before = mag.len();
         fill(mag.room(), &mut |entry| {
             let fitted = mag.push(entry);
             debug_assert!(fitted, "more blocks than asked for");
         });
+        self.state.brought[class] = (mag.len() - before) as u16;
     }
 
     /// How many blocks a magazine of the class may hold in this thread. A class that is used for the first
@@ -486,6 +542,7 @@ impl Hold<'_> {
             }
             self.state.caps = [0; PLACES];
             self.state.reserved = 0;
+            self.state.brought = [0; PLACES];
         }
         self.state.caps[class] = first as u16;
         self.state.reserved += bytes;
@@ -544,5 +601,6 @@ impl Hold<'_> {
         }
         self.state.caps = [0; PLACES];
         self.state.reserved = 0;
+        self.state.brought = [0; PLACES];
     }
 }

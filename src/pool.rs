@@ -11,6 +11,8 @@ mod family;
 mod flight;
 mod free;
 mod grow;
+mod guarded;
+mod leaks;
 mod posted;
 mod rails;
 #[cfg_attr(
@@ -150,6 +152,7 @@ impl<R> Pool<R> {
     /// [`AllocError::TooLarge`] above the size of an arena, [`AllocError::Exhausted`] with the books
     /// when nothing is left, in other threads' caches neither.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
     }
@@ -158,6 +161,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc).
+    #[track_caller]
     pub fn alloc_zeroed(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let mut buf = self.alloc(len)?;
         buf.fill(0);
@@ -168,6 +172,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc), and [`AllocError::Alignment`] if it is larger than an arena.
+    #[track_caller]
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf<R>, AllocError> {
         if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
@@ -183,6 +188,7 @@ impl<R> Pool<R> {
     /// # Errors
     /// As [`alloc`](Pool::alloc), when not even one could be had; [`AllocError::BatchInUse`] and
     /// [`AllocError::BatchMixed`]. The batch keeps what it holds.
+    #[track_caller]
     pub fn alloc_many(
         &self,
         batch: &mut Batch<R>,
@@ -205,7 +211,9 @@ impl<R> Pool<R> {
 
     /// Sums up where the pool's bytes are.
     ///
-    /// Takes locks, and sends every thread through its slow path once; not for hot paths. In a forked child
+    /// Takes locks, and sends every thread through its slow path once; not for hot paths. Looking for tokens and
+    /// tables in memory it reads a word or so for each page in use, so its time grows with what is in use; the
+    /// slabs' lock is held for a part of it only. In a forked child
     /// the figures are those of the fork, with blocks in caches counted as live (and all zero if the fork
     /// fell into an update). What the process has pinned is read from `/proc` here, and nowhere else.
     pub fn stats(&self) -> Stats {
@@ -213,8 +221,10 @@ impl<R> Pool<R> {
         for core in self.heaps().iter().filter(|core| !core.foreign()) {
             core.each_flight(|_| stats.in_flight += 1);
             stats.table_bytes += core.tokens.table_bytes() + core.outs.table_bytes();
+            stats.table_bytes += core.guard.as_ref().map_or(0, |guard| guard.table_bytes());
         }
         let m = limits::memlock();
+        stats.hits_exact = !self.core().gated;
         (stats.pinned, stats.locked, stats.memlock_exempt) = (m.pinned, m.locked, m.exempt);
         stats.memlock_limit = (m.soft != u64::MAX).then_some(m.soft);
         stats
@@ -233,6 +243,12 @@ impl<R> Pool<R> {
     /// Bytes of all arenas, of all classes, that there are now.
     pub fn capacity(&self) -> usize {
         self.heaps().iter().map(|core| core.slabs.capacity()).sum()
+    }
+
+    /// How many arenas there are, of all classes, and their bytes.
+    pub(crate) fn size(&self) -> (usize, usize) {
+        let arenas = self.heaps().iter().filter_map(|core| Some(core.shown()?.arenas));
+        (arenas.sum(), self.capacity())
     }
 
     /// Bytes that the pool may grow to.

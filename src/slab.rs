@@ -77,6 +77,12 @@ pub(crate) struct Counts {
     /// Bytes of free runs.
     pub(crate) free_runs: usize,
     pub(crate) largest_run: usize,
+    /// How many free runs there are, and their bytes beside the longest one of each arena.
+    pub(crate) runs: usize,
+    pub(crate) scattered: usize,
+    /// The most bytes that were out of the slabs at one time, in all and by class.
+    pub(crate) peak: usize,
+    pub(crate) peaks: Vec<usize>,
     /// Bytes of side tables in use.
     pub(crate) table_bytes: usize,
 }
@@ -93,6 +99,9 @@ struct State {
     /// Bytes of all arenas, and of blocks and spans out of their slabs.
     capacity: usize,
     taken_bytes: usize,
+    /// The most that `taken_bytes` ever was, and its part of each class.
+    peak: usize,
+    peaks: [usize; CLASSES + 1],
     /// By class: first pages of slabs with some blocks in and some out, lowest address first.
     partial: Vec<BTreeSet<u32>>,
     classes: [ClassCounts; CLASSES + 1],
@@ -151,6 +160,8 @@ impl Slabs {
             arenas: vec![ArenaUse::default(); slots],
             capacity: 0,
             taken_bytes: 0,
+            peak: 0,
+            peaks: [0; CLASSES + 1],
             partial: vec![BTreeSet::new(); CLASSES],
             classes: [ClassCounts::default(); CLASSES + 1],
             spare: Vec::new(),
@@ -326,6 +337,10 @@ impl Slabs {
                 classes: vec![ClassCounts::default(); CLASSES + 1],
                 free_runs: 0,
                 largest_run: 0,
+                runs: 0,
+                scattered: 0,
+                peak: 0,
+                peaks: vec![0; CLASSES + 1],
                 table_bytes: 0,
             },
         }
@@ -333,10 +348,15 @@ impl Slabs {
 
     fn counts_of(&self, state: &State) -> Counts {
         let bytes = |&(pages, _): &(u32, u32)| (pages as usize) << PAGE_SHIFT;
+        let free_runs = state.free_pages() << PAGE_SHIFT;
         Counts {
             capacity: state.capacity,
             classes: state.classes.to_vec(),
-            free_runs: state.runs.iter().chain(&state.parked_runs).map(bytes).sum(),
+            free_runs,
+            runs: state.runs.len() + state.parked_runs.len(),
+            scattered: free_runs - (state.longest_runs(self.map.stride_pages()) << PAGE_SHIFT),
+            peak: state.peak,
+            peaks: state.peaks.to_vec(),
             largest_run: [&state.runs, &state.parked_runs]
                 .into_iter()
                 .filter_map(|r| r.last().map(bytes))
@@ -347,12 +367,25 @@ impl Slabs {
         }
     }
 
-    /// First page and length in pages of every slab and span that there is, in no order.
+    /// First page and length in pages of every slab and span that there is, in no order. One that comes or goes
+    /// meanwhile may be there or not.
     pub(crate) fn runs_in_use(&self) -> Vec<(u32, u32)> {
-        let state = self.state.lock();
-        let table = &self.table[..state.next as usize];
+        // The lock is let go of now and then: a large pool has a large table.
+        const AT_ONCE: usize = 4096;
         let run = |s: &Slab| (s.first.load(Relaxed), s.pages.load(Relaxed));
-        table.iter().map(run).filter(|&(_, pages)| pages > 0).collect()
+        let mut runs = Vec::new();
+        let mut at = 0;
+        loop {
+            let state = self.state.lock();
+            let next = state.next as usize;
+            let end = next.min(at + AT_ONCE);
+            runs.extend(self.table[at..end].iter().map(run).filter(|&(_, pages)| pages > 0));
+            drop(state);
+            at = end;
+            if at >= next {
+                return runs;
+            }
+        }
     }
 
     /// Why an address that is not out as a raw pointer was not taken back. Any number may be passed.
@@ -626,6 +659,8 @@ impl Slabs {
         assert_eq!(counts, state.classes);
         assert_eq!((free_pages + used_pages) << PAGE_SHIFT, state.capacity);
         assert_eq!(self.capacity(), state.capacity);
+        assert_eq!(free_pages, state.free_pages());
+        assert!(state.peak >= state.taken_bytes && state.peak <= state.peaks.iter().sum());
         self.check_arenas(&state, &starts);
         assert_eq!(counts.iter().map(|c| c.taken).sum::<usize>(), state.taken);
         starts.sort_unstable();

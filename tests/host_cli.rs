@@ -61,6 +61,9 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&["bench", "growth", "--soft", "--max-capacity", "1M"], "could not grow"),
         (&["bench", "lease", "--soft", "--sizes", "2K"], "4 KiB to 64 MiB"),
         (&["bench", "lease", "--soft", "--samples", "0"], "--samples"),
+        (&["soak", "--soft", "--seconds", "0"], "--seconds"),
+        (&["soak", "--soft", "--capacity", "1M"], "16 MiB or more"),
+        (&["soak", "--soft", "--threads", "0"], "--threads"),
     ] {
         run(args).refused(what);
     }
@@ -433,4 +436,18 @@ fn wait_until(mut there: impl FnMut() -> bool) {
         assert!(start.elapsed() < Duration::from_secs(120), "it does not come up");
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+#[test]
+fn a_soak_accounts_for_all_of_it() {
+    let left = run(&["soak", "--soft", "--seconds", "5", "--threads", "4", "--json"]);
+    assert_eq!((left.code, left.stderr.as_str()), (Some(0), ""));
+    let v = left.object();
+    assert_eq!(v["wrong"], serde_json::json!([]));
+    let n = |name: &str| v[name].as_u64().unwrap_or_else(|| panic!("{name} in {v:#}"));
+    assert!(n("pools") >= 1 && n("allocs") > 1000 && n("growths") > 0, "{v:#}");
+    let faults = v["faults"].as_object().expect("by kind");
+    assert!(faults.values().filter_map(|f| f.as_u64()).sum::<u64>() >= 4, "one a second: {v:#}");
+    let kept = v["events"]["deregister_failed"].as_u64().expect("a count");
+    assert_eq!(n("leaked_bytes"), kept << 20, "what a device kept, and nothing else");
 }

@@ -12,13 +12,21 @@ pub mod codec;
 #[cfg(feature = "global")]
 mod global;
 mod io;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod part;
 #[cfg(feature = "bytemuck")]
 mod pod;
 mod slices;
+#[cfg(feature = "tracing")]
+mod trace;
 
 #[cfg(feature = "global")]
 pub use global::{AttachError, PinnedAlloc};
+#[cfg(feature = "metrics")]
+pub use metrics::count_event;
 pub use part::Part;
 #[cfg(feature = "bytemuck")]
 pub use pod::{PodError, Typed};
+#[cfg(feature = "tracing")]
+pub use trace::trace_event;

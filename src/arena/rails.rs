@@ -60,7 +60,8 @@ impl Arenas {
         };
         let info = device.info();
         let lens: Vec<usize> = self.list.iter().map(|a| a.len).collect();
-        if let Some(error) = config::refuse_device(&info, &lens, self.plan.stride) {
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        if let Some(error) = config::refuse_device(&info, &lens, longest) {
             return Err(AddError::Refused(error));
         }
         self.rails[rail] = Some(Rail { device: device.clone(), info });
@@ -100,7 +101,8 @@ impl Arenas {
         let ask = || super::start::with_or_without(self.plan.access, optional, call);
         // After a panic it is not known whether it is registered: the memory stays, whatever comes.
         let (done, calls) = catch_unwind(AssertUnwindSafe(ask)).unwrap_or((Err(None), 1));
-        self.register_calls += calls;
+        self.calls.count += calls;
+        self.calls.took(start.elapsed());
         match done {
             Ok(registration) => {
                 let region = Region { rail, registration, time: start.elapsed() };

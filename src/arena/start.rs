@@ -17,7 +17,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Arena, Arenas, Rail, Region, Told};
+use super::{Arena, Arenas, Calls, Rail, Region, Told};
 use crate::{
     access::Access,
     config::{Placement, Plan, Progress, Stage, memlock_refusal},
@@ -51,7 +51,7 @@ pub(super) fn run(
     slots: &[usize],
     quietly: Option<Quietly<'_>>,
 ) -> Result<(), BuildError> {
-    let Arenas { list, reservation, rails, plan, register_calls } = arenas;
+    let Arenas { list, reservation, rails, plan, calls } = arenas;
     let (stop, told) = quietly.map_or((None, None), |q| (Some(q.stop), Some(q.told)));
     let threads = if stop.is_some() { 1 } else { plan.start.threads };
     let start = Start {
@@ -65,7 +65,7 @@ pub(super) fn run(
             tasks: VecDeque::new(),
             coming: Vec::with_capacity(slots.len()),
             list,
-            register_calls,
+            calls,
             faulted_in: 0,
             registered: 0,
             regions: 0,
@@ -123,7 +123,7 @@ struct State<'a> {
     coming: Vec<Coming>,
     /// Those that are registered, on one device at least.
     list: &'a mut Vec<Arena>,
-    register_calls: &'a mut u64,
+    calls: &'a mut Calls,
     faulted_in: u64,
     registered: u64,
     /// Memory regions that were made here.
@@ -447,7 +447,7 @@ impl Start<'_> {
         // SAFETY: `offset` is inside the reservation, by construction of its length.
         let addr = unsafe { self.reservation.base().add(offset) };
         let ask = |access| {
-            *self.state.lock().register_calls += 1;
+            self.state.lock().calls.count += 1;
             // SAFETY: the range is mapped and all of it faulted in (the last chunk queued this). It is
             // unmapped by `let_go`, after deregistration, or, if no call succeeds, by `run`.
             unsafe { device.registrar().register(&MrRequest { addr, len, page_size, access }) }
@@ -455,6 +455,7 @@ impl Start<'_> {
         let (done, _) = with_or_without(self.plan.access, self.plan.optional(page_size), ask);
         let time = start.elapsed();
         let mut state = self.state.lock();
+        state.calls.took(time);
         match done {
             Ok(registration) => {
                 // Also after an error elsewhere: what is on the list is what is undone.

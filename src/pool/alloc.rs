@@ -1,14 +1,24 @@
 //! The slow path of alloc: depot, slabs, and calling back what lies in caches, in this order.
 
-use std::sync::{
-    Arc,
-    atomic::Ordering::{Acquire, Relaxed, Release},
+use std::{
+    panic::Location,
+    sync::{
+        Arc,
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
+    },
+    time::{Duration, Instant},
 };
 
 use super::{Core, wait::Need};
 use crate::{
+    config::{self, Event},
     depot::Magazine,
     error::{AllocError, Exhausted},
+    guard::Caller,
+    lock::Mutex,
     magazine::Local,
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, SPAN_CLASS},
     slab::{Entry, Given},
@@ -22,42 +32,100 @@ const REFILL: usize = 64;
 /// How many refills stay small after memory ran short.
 const SCARCE_REFILLS: u32 = 64;
 
+/// How often allocs were refused, and when that was told.
+pub(super) struct Refused {
+    times: AtomicU64,
+    told: Mutex<Option<(Instant, u64)>>,
+}
+
+impl Refused {
+    /// At most so often it is told.
+    const PAUSE: Duration = Duration::from_secs(1);
+
+    pub(super) fn new() -> Self {
+        Self { times: AtomicU64::new(0), told: Mutex::new(None) }
+    }
+
+    pub(super) fn times(&self) -> u64 {
+        self.times.load(Relaxed)
+    }
+
+    /// Counts one; how many there were since it was last told, if it is to be told now.
+    fn count(&self, now: Instant) -> Option<u64> {
+        let times = self.times.fetch_add(1, Relaxed) + 1;
+        // Whoever finds it locked leaves telling to the other.
+        let mut told = self.told.try_lock()?;
+        let before = match *told {
+            Some((at, _)) if now.saturating_duration_since(at) < Self::PAUSE => return None,
+            Some((_, times)) => times,
+            None => 0,
+        };
+        *told = Some((now, times));
+        Some(times.saturating_sub(before))
+    }
+}
+
 impl Core {
     /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
     /// see [`refusal`](Core::refusal). A share's reserve is left alone while it is known to be dry.
+    #[track_caller]
     pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        self.alloc_slow_by(len, align, Location::caller())
+    }
+
+    /// The same for `caller`.
+    pub(super) fn alloc_slow_by(
+        &self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
         match &self.beyond {
-            None => self.search(len, align),
-            Some(beyond) => beyond.unless_dry(len, align, || self.search(len, align)),
+            None => self.search(len, align, caller),
+            Some(beyond) => beyond.unless_dry(len, align, || self.search(len, align, caller)),
         }
     }
 
     /// All of this heap, caches included.
-    pub(super) fn search(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
-        self.search_by(len, align, true)
+    pub(super) fn search(
+        &self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
+        self.search_by(len, align, true, caller)
     }
 
     /// The same, but nothing while others wait: no waker is called.
+    #[track_caller]
     pub(super) fn alloc_quietly(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
-        self.search_by(len, align, false)
+        self.search_by(len, align, false, Location::caller())
     }
 
-    fn search_by(&self, len: usize, align: usize, passing: bool) -> Option<(Entry, usize)> {
+    fn search_by(
+        &self,
+        len: usize,
+        align: usize,
+        passing: bool,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
         if self.foreign() || self.out_of_range(len, align).is_some() {
             return None;
         }
         let need = self.need(len, align);
         if self.waiters.any() {
-            return self.alloc_shared(&need, passing);
+            self.depot.count_miss(need.class);
+            return self.alloc_rest(&need, passing, caller);
         }
         let class = need.class;
         let cached = if class < CLASSES {
-            self.alloc_cached(class)
+            self.alloc_cached(class).inspect(|&entry| self.show_block(entry, class))
         } else {
+            self.depot.count_miss(class);
             self.consolidate(len);
             None
         };
-        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(&need, passing))
+        cached.map(|e| (e, class)).or_else(|| self.alloc_rest(&need, passing, caller))
     }
 
     /// What no pool like this one can ever serve.
@@ -95,7 +163,7 @@ impl Core {
             return never;
         }
         self.class().unwrap_or(self).grower.refused(len);
-        self.exhausted(len, self.class_for(len, align))
+        AllocError::Exhausted(self.refuse(len, self.class_for(len, align)))
     }
 
     /// The longest buffer: a share's may come from beyond its reserve.
@@ -106,17 +174,21 @@ impl Core {
 
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
     pub(super) fn alloc_cached(&self, class: usize) -> Option<Entry> {
-        thread::with_local(self, |local| {
+        let cached = thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
             // While somebody waits nothing goes into caches. Asked under the lock that whoever emptied them
             // had before: see `waiters.rs`.
             if !hold.attached() || self.waiters.any() {
+                self.depot.count_miss(class);
                 return None;
             }
             let mut entry = hold.pop(class);
-            if entry.is_none() {
-                if !hold.reload(&self.depot, class) {
+            if entry.is_some() {
+                // Where gates are open the next miss counts it.
+                self.depot.count_hits(class, u64::from(!self.gated));
+            } else {
+                if !hold.reload(&self.depot, class, self.gated) {
                     if size_class::size_of(class) > MAX_SLAB_BLOCK {
                         // Calling back takes this thread's lock too.
                         drop(hold);
@@ -140,8 +212,11 @@ impl Core {
                 hold.publish();
             }
             entry
-        })
-        .flatten()
+        });
+        if cached.is_none() {
+            self.depot.count_miss(class);
+        }
+        cached.flatten()
     }
 
     pub(super) fn refill(&self, room: usize) -> usize {
@@ -157,7 +232,7 @@ impl Core {
     /// Straight from the slabs, and if they are dry after calling back what lies in caches.
     ///
     /// While others wait: in fair dealing with them, or not at all.
-    fn alloc_shared(&self, need: &Need, passing: bool) -> Option<(Entry, usize)> {
+    pub(super) fn alloc_shared(&self, need: &Need, passing: bool) -> Option<(Entry, usize)> {
         // Threads that allocate meanwhile may take what was called back; try again while anything is
         // found, but not for ever.
         for _ in 0..64 {
@@ -181,7 +256,7 @@ impl Core {
             }
             // Nothing in the caches means nothing at all only if no other thread emptied them between
             // the look at the slabs and the look at the caches.
-            if !self.call_back() && self.recalls.load(Acquire) == recalls {
+            if !self.reclaim(need.len) && self.recalls.load(Acquire) == recalls {
                 return None;
             }
             self.scarce.store(SCARCE_REFILLS, Relaxed);
@@ -192,12 +267,24 @@ impl Core {
     /// Before a run of `bytes` is cut: calls caches back if it is time to.
     pub(super) fn consolidate(&self, bytes: usize) {
         if self.slabs.consolidation_due(bytes) {
-            self.call_back();
+            self.empty_caches();
         }
     }
 
-    /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
+    /// Empties the caches into the slabs, and the quarantine. False if there was nothing.
     pub(super) fn call_back(&self) -> bool {
+        let cached = self.empty_caches();
+        self.empty_quarantine() || cached
+    }
+
+    /// The same for an alloc of `bytes`: of the quarantine, the oldest part alone.
+    fn reclaim(&self, bytes: usize) -> bool {
+        let cached = self.empty_caches();
+        self.give_way(bytes) || cached
+    }
+
+    /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
+    pub(super) fn empty_caches(&self) -> bool {
         self.slabs.consolidated();
         let registry = self.registry.lock();
         self.drain_caches(&registry.locals, false)
@@ -240,12 +327,17 @@ impl Core {
         self.depot.put_empty(class, m);
     }
 
-    pub(super) fn exhausted(&self, asked: usize, class: usize) -> AllocError {
-        AllocError::Exhausted(self.books_of(asked, class))
+    /// The books for the error of an alloc that found no memory, or waited for it in vain: counts it, and tells.
+    pub(super) fn refuse(&self, asked: usize, class: usize) -> Box<Exhausted> {
+        let books = self.books_of(asked, class);
+        if let Some(refused) = self.refused.count(Instant::now()) {
+            let hook = self.class().unwrap_or(self).grower.hook.as_ref();
+            config::tell(hook, &Event::Exhausted { books: &books, refused });
+        }
+        books
     }
 
-    /// The books, for an error.
-    pub(super) fn books_of(&self, asked: usize, class: usize) -> Box<Exhausted> {
+    fn books_of(&self, asked: usize, class: usize) -> Box<Exhausted> {
         let mut stats = self.stats();
         let mut reserved = self.reserved;
         if let Some(class) = self.class() {

@@ -72,7 +72,7 @@ impl<R> Pool<R> {
             return Err(FreeError::OtherReach { addr, remote: core.remote });
         }
         let (entry, place) = core.take_raw(ptr)?;
-        let len = core.slabs.block_len(entry.ptr, place.class());
+        let len = core.usable_len(entry.ptr, place.class());
         Ok(Buf::new(core.reference(), entry, len, place))
     }
 

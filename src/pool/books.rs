@@ -6,12 +6,12 @@ use super::{Core, family::Heaps};
 use crate::{
     magazine::Local,
     size_class::CLASSES,
-    stats::{AccessStats, Books, ShareStats, Stats},
+    stats::{AccessStats, ArenaStats, Books, Cached, Counted, ShareStats, Stats, WaitCounts},
 };
 
 impl Core {
-    /// Blocks in magazines and depot, by class.
-    pub(super) fn cached(&self) -> [usize; CLASSES + 1] {
+    /// Blocks in magazines and depot, and in quarantine.
+    pub(super) fn cached(&self) -> Cached {
         let mut sum = [0; CLASSES + 1];
         let registry = self.registry.lock();
         // Held until the depot is counted too: no magazine moves meanwhile.
@@ -22,27 +22,37 @@ impl Core {
         for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
             *sum += self.depot.blocks(class);
         }
-        sum
+        let Some(guard) = &self.guard else { return Cached { blocks: sum, span_bytes: 0 } };
+        let quarantine = guard.quarantine.lock();
+        sum.iter_mut().zip(quarantine.counts()).for_each(|(sum, n)| *sum += n);
+        Cached { blocks: sum, span_bytes: quarantine.span_bytes() }
     }
 
     /// Of this heap alone.
     pub(super) fn stats(&self) -> Stats {
+        let caches = |class| self.depot.counted(class);
         let mut stats = if self.foreign() {
             // Locks may have been held by threads that this process does not have.
-            Stats::new(&self.slabs.counts_at_fork(), &[0; CLASSES + 1])
+            let cached = &Cached::default();
+            let counted = Counted { cached, caches: &caches, waits: &|_| WaitCounts::default() };
+            Stats::new(&self.slabs.counts_at_fork(), &counted)
         } else {
-            Stats::new(&self.slabs.counts(), &self.cached())
-        };
-        if !self.foreign() {
+            let counts = self.slabs.counts();
+            let cached = &self.cached();
             let waited = self.waited.lock();
-            (stats.waits, stats.wait_time) = (waited.times, waited.time);
+            let waits = |class| waited.of(class);
+            Stats::new(&counts, &Counted { cached, caches: &caches, waits: &waits })
+        };
+        stats.refused = self.refused.times();
+        if !self.foreign() {
             stats.waiting = self.waiters.count();
         }
         if let Some(shown) = self.shown() {
-            (stats.arenas, stats.register_calls) = (shown.arenas, shown.register_calls);
+            shown.count_into(&mut stats);
         }
         self.grower.count_into(&mut stats);
         stats.table_bytes += self.depot.table_bytes();
+        stats.guards = self.guard_stats();
         stats
     }
 }
@@ -56,6 +66,7 @@ impl Heaps<'_> {
             let mut all = unreserved.books();
             sum.absorb(&unreserved);
             sum.waiting += unreserved.waiting;
+            let bringing_up = unreserved.bringing_up();
             for share in shares {
                 let own = share.stats();
                 all.absorb(&own.books());
@@ -70,12 +81,15 @@ impl Heaps<'_> {
                     refused: count(|b| b.refused.load(Relaxed)),
                     waiting: own.waiting,
                     waits: own.waits,
+                    wait_time: own.wait_time,
                 });
             }
             sum.access_classes.push(AccessStats {
                 name: class.name.clone(),
                 access: class.access,
                 arenas: unreserved.arenas,
+                bringing_up,
+                waiting: unreserved.waiting,
                 all,
                 unreserved: unreserved.books(),
             });
@@ -85,7 +99,7 @@ impl Heaps<'_> {
 }
 
 impl Stats {
-    fn books(&self) -> Books {
+    pub(crate) fn books(&self) -> Books {
         Books {
             capacity: self.capacity,
             live: self.live,
@@ -93,7 +107,29 @@ impl Stats {
             free: self.free,
             unused: self.unused,
             live_buffers: self.live_buffers,
+            high_water: self.high_water,
+            caches: self.caches,
             largest_free: self.largest_free,
+            free_runs: self.free_runs,
+            scattered: self.scattered,
+            waits: self.waits,
+            wait_time: self.wait_time,
+            longest_wait: self.longest_wait,
+            refused: self.refused,
+        }
+    }
+
+    fn bringing_up(&self) -> ArenaStats {
+        ArenaStats {
+            arenas: self.arenas,
+            regions: self.regions,
+            register_calls: self.register_calls,
+            register_time: self.register_time,
+            longest_register: self.longest_register,
+            growths: self.growths,
+            shrinks: self.shrinks,
+            growth_failures: self.growth_failures,
+            growth_time: self.growth_time,
         }
     }
 }

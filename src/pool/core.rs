@@ -19,7 +19,9 @@ use std::{
 
 use super::{
     Family, PoolRef,
+    alloc::Refused,
     grow::Grower,
+    guarded::Guarded,
     posted::Posts,
     rails::Shown,
     share::Beyond,
@@ -29,9 +31,10 @@ use crate::{
     access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas},
     bell::Bell,
-    config::{Plan, Range},
+    config::{EventHook, Memory, Plan, Range, Watch},
     depot::{Depot, Limits},
     error::{BuildError, FreeError},
+    guard::Guard,
     lock::{Mutex, MutexGuard},
     magazine::{Local, Place},
     outs::Outs,
@@ -64,7 +67,8 @@ pub(crate) struct Core {
     /// What of a block's packed keys its users may see: without the rkey, if peers may do nothing.
     #[cfg(feature = "capi")]
     pub(super) keys_mask: u64,
-    /// Whether threads may use their magazines without a lock (the kernel has `membarrier`).
+    /// Whether threads may use their magazines without a lock (the kernel has `membarrier`, and nobody wants
+    /// hits counted).
     pub(super) gated: bool,
     pub(super) access: Access,
     /// Blocks out that are not of the class that their layout says; see `raw`.
@@ -82,6 +86,7 @@ pub(crate) struct Core {
     pub(super) posts: Posts,
     pub(super) waiters: Waiters<Need, Block>,
     pub(super) waited: Mutex<Waited>,
+    pub(super) refused: Refused,
     pub(super) registry: Mutex<Registry>,
     /// When positive, refills take single blocks: memory ran short a moment ago.
     pub(super) scarce: AtomicU32,
@@ -102,6 +107,8 @@ pub(crate) struct Core {
     /// Keys by device, if there is more than one to be asked for.
     pub(super) rails: Option<RailTable>,
     pub(super) grower: Grower,
+    /// If buffers are watched; the pool then has no gates.
+    pub(super) guard: Guarded,
     pub(super) slot: Slot,
 }
 
@@ -114,6 +121,7 @@ pub(super) struct Registry {
 struct Parts {
     name: String,
     access: Access,
+    gated: bool,
     wire_base: u64,
     wire_mask: u64,
     tokens: Tokens,
@@ -124,6 +132,8 @@ struct Parts {
     reserved: usize,
     rails: Option<RailTable>,
     grower: Grower,
+    watch: Watch,
+    hook: Option<EventHook>,
 }
 
 impl Core {
@@ -135,6 +145,7 @@ impl Core {
         family: &Arc<Family>,
     ) -> Result<Vec<Arc<Self>>, BuildError> {
         let (access, stride, pad) = (plan.access, plan.stride, plan.pad);
+        let gated = asymmetric_barrier_available() && !plan.count_hits;
         let (shares, ranges) = (std::mem::take(&mut plan.shares), std::mem::take(&mut plan.ranges));
         let name = std::mem::take(&mut plan.name);
         let unreserved = ranges.iter().map(|&(_, len)| len);
@@ -143,6 +154,8 @@ impl Core {
         let grower = Grower::new(&plan, bell.clone());
         let table = rails.then(|| RailTable::new(plan.slots()));
         let mapping = plan.mapping.clone();
+        let (watch, hook) = (plan.watch, plan.hook.clone());
+        let fresh = matches!(plan.memory, Memory::Mapped(_));
         let arenas = Arenas::build(plan)?;
         // Changed under locks later on, so made as they are then.
         let _own = reentry::enter();
@@ -179,6 +192,7 @@ impl Core {
             Parts {
                 name,
                 access,
+                gated,
                 wire_base,
                 wire_mask,
                 tokens,
@@ -189,10 +203,13 @@ impl Core {
                 reserved: parts.iter().map(|(.., (.., slabs))| slabs.capacity()).sum(),
                 rails: table,
                 grower,
+                watch,
+                hook: hook.clone(),
             },
             family,
         );
         for standing in arenas.standing() {
+            class.prepare_guarded(standing.offset, standing.len, fresh);
             class.publish(&standing);
         }
         if let Some(table) = &class.rails {
@@ -211,6 +228,7 @@ impl Core {
             let share = Parts {
                 name: share.name,
                 access,
+                gated,
                 wire_base,
                 wire_mask,
                 tokens,
@@ -221,6 +239,8 @@ impl Core {
                 reserved: 0,
                 rails: None,
                 grower: Grower::none(),
+                watch,
+                hook: hook.clone(),
             };
             cores.push(Self::new(share, family));
         }
@@ -238,7 +258,8 @@ impl Core {
 
     fn new(parts: Parts, family: &Arc<Family>) -> Arc<Self> {
         let Parts { name, access, wire_base, wire_mask, tokens, outs, slabs, beyond, .. } = parts;
-        let slot = Slot::take();
+        let watched = parts.watch.any();
+        let slot = if watched { Slot::none() } else { Slot::take() };
         static IDS: AtomicU64 = AtomicU64::new(1);
         Arc::new_cyclic(|own| Self {
             own: own.clone(),
@@ -248,9 +269,10 @@ impl Core {
             remote: access.is_remote(),
             #[cfg(feature = "capi")]
             keys_mask: if access.is_remote() { u64::MAX } else { u32::MAX.into() },
-            gated: asymmetric_barrier_available(),
+            gated: parts.gated,
             access,
-            odd: AtomicUsize::new(0),
+            // What a guarded buffer's layout says is never all there is to know.
+            odd: AtomicUsize::new(usize::from(watched)),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
@@ -264,6 +286,7 @@ impl Core {
             posts: Posts::default(),
             waiters: Waiters::new(),
             waited: Mutex::new(Waited::default()),
+            refused: Refused::new(),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
             recalls: AtomicU64::new(0),
@@ -275,6 +298,7 @@ impl Core {
             shown: Mutex::new(Shown::default()),
             rails: parts.rails,
             grower: parts.grower,
+            guard: watched.then(|| Arc::new(Guard::new(parts.watch, parts.hook))),
             arenas: Mutex::new(None),
             slot,
         })

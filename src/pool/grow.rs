@@ -29,7 +29,6 @@ use crate::{
     bell::Bell,
     config::{self, Event, EventHook, Plan},
     error::BuildError,
-    size_class::{self, CLASSES},
     stats::Stats,
     sys::signals,
 };
@@ -51,7 +50,7 @@ pub(super) struct Grower {
     watermark: usize,
     shrink_after: Duration,
     pub(super) max_capacity: usize,
-    hook: Option<EventHook>,
+    pub(super) hook: Option<EventHook>,
     /// Held for the length of a tick.
     clock: Mutex<Clock>,
     pub(super) changes: Changes,
@@ -77,6 +76,8 @@ struct Clock {
 /// An event that is told once no lock is held.
 enum Later {
     Told(Told),
+    Grew { len: usize, capacity: usize, took: Duration },
+    Shrank { len: usize, capacity: usize },
     Failed { len: usize, failures: u32, retry_after: Duration, error: BuildError },
 }
 
@@ -241,6 +242,12 @@ impl Core {
         let hook = self.grower.hook.as_ref();
         match event {
             Later::Told(told) => told.tell(hook),
+            &Later::Grew { len, capacity, took } => {
+                config::tell(hook, &Event::Grew { len, capacity, took });
+            }
+            &Later::Shrank { len, capacity } => {
+                config::tell(hook, &Event::Shrank { len, capacity });
+            }
             &Later::Failed { len, failures, retry_after, ref error } => {
                 let (capacity, max_capacity) = (self.slabs.capacity(), self.grower.max_capacity);
                 let event = Event::GrowthFailed {
@@ -294,21 +301,17 @@ impl Core {
         if idle >= watermark {
             return false;
         }
-        let cached: usize = self.cached_bytes();
+        // What is in quarantine stays there: that is what it is for, and the pool may grow.
+        let cached = self.cached().bytes() - self.guard_stats().quarantined;
         if idle + cached < watermark {
             return true;
         }
         if idle < watermark.div_ceil(2) {
             // It is in caches, where a look at the slabs does not see it go. At least half of the watermark
             // went there since this was done last.
-            self.call_back();
+            self.empty_caches();
         }
         false
-    }
-
-    fn cached_bytes(&self) -> usize {
-        let cached = self.cached();
-        (0..CLASSES).map(|class| cached[class] * size_class::size_of(class)).sum()
     }
 
     fn grow_while_short(&self, clock: &mut Clock, now: Duration, later: &mut Vec<Later>) {
@@ -327,18 +330,21 @@ impl Core {
             let start = Instant::now();
             let mut told = Vec::new();
             let grown = arenas.grow(slot, &g.stop, &mut told);
-            let took = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            g.nanos.fetch_add(took, Relaxed);
+            let took = start.elapsed();
+            g.nanos.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
             later.extend(told.into_iter().map(Later::Told));
             match grown {
                 Ok(Some(standing)) => {
                     self.slabs.prepare_arena(standing.offset, standing.len);
+                    self.prepare_guarded(standing.offset, standing.len, true);
                     self.publish(&standing);
                     self.slabs.add_arena(standing.offset, standing.len);
                     self.depot.limits.follow(self.slabs.capacity());
                     self.show(arenas);
                     drop(guard);
                     g.growths.fetch_add(1, Relaxed);
+                    let capacity = self.slabs.capacity();
+                    later.push(Later::Grew { len: standing.len, capacity, took });
                     self.wake_waiters();
                     clock.failures = 0;
                     if clock.look_at.is_none() {
@@ -392,7 +398,7 @@ impl Core {
         let least = keep.saturating_add(shortest);
         let idle = self.slabs.idle();
         // Blocks in caches keep an arena, or hide that there is enough without it.
-        if (idle < least || slots.iter().any(|s| s.2)) && idle + self.cached_bytes() >= least {
+        if (idle < least || slots.iter().any(|s| s.2)) && idle + self.cached().bytes() >= least {
             self.call_back();
         }
         let mut idle = self.slabs.idle();
@@ -403,7 +409,7 @@ impl Core {
                 _ => None,
             };
             let rested = since.is_some_and(|s| now.saturating_sub(s) >= g.shrink_after);
-            if rested && idle >= keep.saturating_add(len) && self.take_out(slot, later) {
+            if rested && idle >= keep.saturating_add(len) && self.take_out(slot, len, later) {
                 idle = idle.saturating_sub(len);
                 *since = None;
             }
@@ -422,11 +428,12 @@ impl Core {
     }
 
     /// Takes one arena out and down; false if it is in use after all.
-    fn take_out(&self, slot: usize, later: &mut Vec<Later>) -> bool {
+    fn take_out(&self, slot: usize, len: usize, later: &mut Vec<Later>) -> bool {
         let mut guard = self.arenas.lock();
         let Some(arenas) = guard.as_mut() else { return false };
         // From here on no block of it can be had.
         let Some(offset) = self.slabs.remove_arena(slot) else { return false };
+        self.forget_guarded(offset, len);
         self.depot.limits.follow(self.slabs.capacity());
         self.slabs.map().unpublish(offset);
         let mut told = Vec::new();
@@ -434,6 +441,7 @@ impl Core {
         self.show(arenas);
         drop(guard);
         later.extend(told.into_iter().map(Later::Told));
+        later.push(Later::Shrank { len, capacity: self.slabs.capacity() });
         self.grower.shrinks.fetch_add(1, Relaxed);
         true
     }

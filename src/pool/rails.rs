@@ -10,12 +10,13 @@ use parking_lot::{Condvar, Mutex};
 use super::{Core, Pool};
 use crate::{
     access::{Keys, PackedKeys},
-    arena::{AddError, ArenaInfo, Arenas, Told},
+    arena::{AddError, ArenaInfo, Arenas, Calls, Told},
     config::MOST_DEVICES,
     device::Device,
     error::{DeviceChangeError, UnknownDevice},
     published::RAILS,
     reach::Rails,
+    stats::{PageStats, Stats},
     sys::limits,
 };
 
@@ -25,7 +26,7 @@ const _: () = assert!(RAILS == MOST_DEVICES);
 #[derive(Default)]
 pub(super) struct Shown {
     pub(super) arenas: usize,
-    pub(super) register_calls: u64,
+    calls: Calls,
     devices: Vec<ShownDevice>,
 }
 
@@ -38,7 +39,7 @@ struct ShownDevice {
 impl Shown {
     pub(super) fn copy(&mut self, arenas: &Arenas) {
         self.arenas = arenas.standing().count();
-        self.register_calls = arenas.register_calls();
+        self.calls = arenas.calls();
         self.devices = arenas
             .devices()
             .map(|(rail, id, name)| ShownDevice {
@@ -47,6 +48,18 @@ impl Shown {
                 infos: arenas.infos(rail),
             })
             .collect();
+    }
+
+    /// For the books.
+    pub(super) fn count_into(&self, stats: &mut Stats) {
+        stats.arenas = self.arenas;
+        stats.regions = self.devices.iter().map(|d| d.infos.len()).sum();
+        let Calls { count, time, longest } = self.calls;
+        (stats.register_calls, stats.register_time, stats.longest_register) =
+            (count, time, longest);
+        for info in self.devices.first().map_or(&[][..], |d| &d.infos) {
+            stats.add_pages(PageStats { page_size: info.page_size, arenas: 1, bytes: info.len });
+        }
     }
 
     /// The arenas on the only device.

@@ -4,7 +4,11 @@
 use std::sync::{Arc, atomic::Ordering::AcqRel};
 
 use super::Core;
-use crate::{arena::Leftover, slab::Given};
+use crate::{
+    arena::Leftover,
+    config::{self, Event},
+    slab::Given,
+};
 
 impl Core {
     /// Called when the last handle goes: takes all caches of this heap away for good.
@@ -15,6 +19,8 @@ impl Core {
         registry.closed = true;
         self.drain_caches(&registry.locals, true);
         registry.locals.clear();
+        drop(registry);
+        self.close_guards();
     }
 
     /// Called after [`close_caches`](Core::close_caches): if no buffer is out, the heap goes, and what
@@ -47,8 +53,11 @@ impl Core {
         // Waits for the grower to end what it has in hand: one register call at most.
         let arenas = self.arenas.lock().take();
         let Some(mut arenas) = arenas else { return Leftover::default() };
+        let (count, bytes) = (arenas.standing().count(), arenas.standing().map(|a| a.len).sum());
         let left = arenas.take_down();
         drop(arenas);
+        let hook = self.grower.hook.as_ref();
+        config::tell(hook, &Event::TakenDown { arenas: count, bytes });
         // SAFETY: the reference of `settle`; `arenas` was there, so it is given back once.
         unsafe { Self::let_go(self) };
         left

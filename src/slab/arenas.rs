@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::{ClassCounts, Slabs, State};
 use crate::{
     page_map::{PageEntry, PageMap},
-    size_class::PAGE_SHIFT,
+    size_class::{self, PAGE_SHIFT, SPAN_CLASS},
     sync::atomic::Ordering::Relaxed,
 };
 
@@ -44,6 +44,36 @@ impl State {
         *taken += blocks;
         self.taken += blocks;
         self.taken_bytes += bytes;
+        self.peak = self.peak.max(self.taken_bytes);
+        let of_class = match class {
+            SPAN_CLASS => self.classes[class].bytes,
+            _ => self.classes[class].taken * size_class::size_of(class),
+        };
+        self.peaks[class] = self.peaks[class].max(of_class);
+    }
+
+    /// Pages in free runs.
+    pub(super) fn free_pages(&self) -> usize {
+        self.arenas.iter().map(|a| (a.pages - a.used) as usize).sum()
+    }
+
+    /// Pages of the longest free run of each arena, together.
+    pub(super) fn longest_runs(&self, stride: u32) -> usize {
+        let mut without: Vec<bool> = self.arenas.iter().map(|a| a.pages > a.used).collect();
+        let mut left = without.iter().filter(|&&w| w).count();
+        let mut sum = 0;
+        let mut runs = self.runs.iter().rev().chain(self.parked_runs.iter().rev());
+        // Longest first, parked ones apart; an arena's runs are all in one of the two sets.
+        while left > 0
+            && let Some(&(pages, first)) = runs.next()
+        {
+            let mine = &mut without[(first / stride) as usize];
+            if std::mem::take(mine) {
+                sum += pages as usize;
+                left -= 1;
+            }
+        }
+        sum
     }
 
     /// The set that a run at a page belongs to.
@@ -157,8 +187,8 @@ impl Slabs {
         assert!(state.parked_runs.iter().all(|r| r.1 >= state.parked_from));
         let bytes: usize = (state.classes.iter().enumerate())
             .map(|(c, n)| match c {
-                crate::size_class::SPAN_CLASS => n.bytes,
-                _ => n.taken * crate::size_class::size_of(c),
+                SPAN_CLASS => n.bytes,
+                _ => n.taken * size_class::size_of(c),
             })
             .sum();
         assert_eq!(bytes, state.taken_bytes);

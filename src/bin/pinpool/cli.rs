@@ -8,7 +8,7 @@ use std::{
 use clap::{Parser, Subcommand, error::ErrorKind};
 use pinpool::{Bytes, Device};
 
-use crate::{bench::Asked, doctor};
+use crate::{bench::Asked, doctor, soak};
 
 /// Prepares for, and measures, a pinned-memory pool for RDMA on this machine.
 #[derive(Parser)]
@@ -25,6 +25,7 @@ pub(crate) enum Command {
     /// Measure what the pool saves.
     #[command(subcommand)]
     Bench(Asked),
+    Soak(soak::Args),
 }
 
 impl Cli {

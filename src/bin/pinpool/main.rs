@@ -1,4 +1,5 @@
-//! The `pinpool` command line: looks the machine at hand over, and measures what a pool saves on it.
+//! The `pinpool` command line: looks the machine at hand over, measures what a pool saves on it,
+//! and puts one under load for hours.
 //!
 //! Results go to stdout, everything else to stderr. The exit code is 0 when all went well, 1 when
 //! something failed, 2 when the call was wrong or the device is not there, 130 after an interrupt.
@@ -6,6 +7,7 @@
 mod bench;
 mod cli;
 mod doctor;
+mod soak;
 
 use std::process::ExitCode;
 
@@ -22,5 +24,6 @@ fn run(command: &Command) -> Result<(), Failure> {
     match command {
         Command::Doctor(args) => doctor::run(args),
         Command::Bench(bench) => bench::run(bench),
+        Command::Soak(args) => soak::run(args),
     }
 }

@@ -12,6 +12,7 @@ mod csv;
 pub(crate) mod device;
 mod figures;
 mod growth;
+mod guards;
 mod html;
 mod lease;
 mod output;
@@ -39,12 +40,13 @@ use self::{
 use crate::cli::Failure;
 
 /// All benches, in the order of `bench all`.
-static BENCHES: [&dyn AnyBench; 9] = [
+static BENCHES: [&dyn AnyBench; 10] = [
     &registration::Registration,
     &transfer::Transfer,
     &startup::Startup,
     &growth::Growth,
     &lease::Leases,
+    &guards::GuardCosts,
     &Contest(Group::Alloc),
     &Contest(Group::Handoff),
     &Contest(Group::Churn),
@@ -188,7 +190,7 @@ pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Relaxed)
 }
 
-fn on_interrupt() -> Result<(), Failure> {
+pub(crate) fn on_interrupt() -> Result<(), Failure> {
     ctrlc::set_handler(|| {
         if INTERRUPTED.swap(true, Relaxed) {
             // Asked twice: what is registered goes with the process.
