@@ -62,8 +62,8 @@ def rust_version() -> list[str]:
 
 
 # Sets of others, the program, what it compares with, what a nightly compiler decides, and the binding that
-# needs libibverbs to build.
-UNDOCUMENTED = {"default", "full", "cli", "rivals", "nightly", "rdma-sys"}
+# needs libibverbs to build; and what changes no interface.
+UNDOCUMENTED = {"default", "full", "cli", "rivals", "nightly", "rdma-sys", "valgrind"}
 
 
 def docs_rs() -> list[str]:
