@@ -253,8 +253,7 @@ impl Guard {
         if self.watch.guards.canary { len } else { block.len }
     }
 
-    /// Looks at what was given back and is still free, and says in how many places it is damaged. `at` makes an
-    /// extent of a piece that nobody can have meanwhile.
+    /// Looks at what was given back and is still free, and says in how many places it is damaged.
     pub(crate) fn check_free(&self) -> usize {
         if !self.watch.guards.poison {
             return 0;

@@ -58,7 +58,8 @@ impl Guards {
     /// take memory from the pool for every stray write. Who writes late once may do so again;
     /// [`quarantine`](Guards::quarantine) gives it time, and a [lease](crate::Lease) takes its right away.
     ///
-    /// All of a pool's memory is filled when the pool is built, adopted memory too, and an arena when it comes.
+    /// All of a pool's memory is filled when the pool is built, adopted memory too, on the caller's thread alone (a
+    /// second for some GiB), and an arena when it comes.
     /// What was given back is looked at once more when the last handle goes, and by
     /// [`Pool::check_free`](crate::Pool::check_free).
     ///
