@@ -1,4 +1,5 @@
 #![cfg_attr(feature = "nightly", feature(allocator_api))]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -181,7 +182,6 @@ pub use crate::{
     stats::{AccessStats, Books, ClassStats, GuardStats, ShareStats, Stats},
 };
 
-/// The examples of the README, compiled and run; some open verbs devices.
+// Examples of README and book; some open verbs devices.
 #[cfg(all(doctest, not(loom), any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod book;
