@@ -10,6 +10,7 @@ mod family;
 mod flight;
 mod free;
 mod grow;
+mod map;
 mod posted;
 mod rails;
 #[cfg_attr(
@@ -34,6 +35,7 @@ use self::family::{Closed, Heaps};
 pub use self::{
     class::Class,
     flight::InFlight,
+    map::{ArenaMap, PoolMap},
     posted::{Outcome, PostError, Posted},
     rails::DeviceChange,
     share::Share,
