@@ -136,6 +136,17 @@ pub(crate) struct Slabs {
     bell: Arc<Bell>,
 }
 
+/// One slab or span, for a map.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlabUse {
+    /// Bytes of its pages.
+    pub(crate) len: usize,
+    pub(crate) class: usize,
+    pub(crate) blocks: usize,
+    /// Blocks in it.
+    pub(crate) free: usize,
+}
+
 /// Whether a block that came back was the last of a draining pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
@@ -399,6 +410,25 @@ impl Slabs {
                 return runs;
             }
         }
+    }
+
+    /// Where every slab and span is, and what of it is out, in no order. As [`runs_in_use`](Slabs::runs_in_use).
+    pub(crate) fn uses(&self) -> Vec<(usize, SlabUse)> {
+        let of = |(first, _)| {
+            // Looked up again, under the lock, since it may have gone meanwhile.
+            let _state = self.state.lock();
+            let (_, slab) = self.slab_at(first)?;
+            let class = slab.class.load(Relaxed) as usize;
+            let free = if class < CLASSES { slab.free.load(Relaxed) as usize } else { 0 };
+            let use_ = SlabUse {
+                len: (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT,
+                class,
+                blocks: slab.blocks.load(Relaxed) as usize,
+                free,
+            };
+            Some((self.map.addr_of(slab.first.load(Relaxed)), use_))
+        };
+        self.runs_in_use().into_iter().filter_map(of).collect()
     }
 
     /// Why an address that is not out as a raw pointer was not taken back. Any number may be passed.
