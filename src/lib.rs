@@ -40,7 +40,7 @@
 //! as `bytes::Bytes` and read messages into them over tokio, `bytemuck` views them as plain old data.
 //!
 //! For operators: `metrics` gives a pool's numbers to the facade of that name (and so to Prometheus), `tracing`
-//! traces rare events.
+//! traces rare events, `top` serves a map of a pool on a socket for `pinpool top`.
 
 // Layers, lowest first: each file uses only its own or lower ones.
 
@@ -81,6 +81,7 @@ mod preflight;
 #[cfg(not(loom))]
 mod arena;
 #[cfg(not(loom))]
+mod ordered;
 mod page_map;
 mod published;
 #[cfg(not(loom))]
@@ -144,6 +145,8 @@ mod loopback;
 
 #[cfg(not(loom))]
 pub use crate::adapters::Part;
+#[cfg(all(not(loom), feature = "top"))]
+pub use crate::adapters::TopServer;
 #[cfg(all(not(loom), feature = "capi"))]
 pub use crate::adapters::capi;
 #[cfg(all(not(loom), feature = "codec"))]
@@ -180,8 +183,8 @@ pub use crate::{
     local::LocalPool,
     outstanding::{OutSite, Outstanding},
     pool::{
-        AllocFuture, Class, DeviceChange, InFlight, Outcome, Pool, PostError, Posted, Share,
-        ShareFuture,
+        AllocFuture, ArenaMap, Class, DeviceChange, InFlight, Outcome, Pool, PoolMap, PostError,
+        Posted, Share, ShareFuture,
     },
     problem::Problem,
     sg_list::{SgList, SgListError},

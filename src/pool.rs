@@ -13,6 +13,7 @@ mod free;
 mod grow;
 mod guarded;
 mod leaks;
+mod map;
 mod posted;
 mod rails;
 #[cfg_attr(
@@ -37,6 +38,7 @@ use self::family::{Closed, Heaps};
 pub use self::{
     class::Class,
     flight::InFlight,
+    map::{ArenaMap, PoolMap},
     posted::{Outcome, PostError, Posted},
     rails::DeviceChange,
     share::Share,

@@ -93,7 +93,7 @@ fn each_class_has_arenas_of_its_own_with_exactly_its_rights() {
     for name in ["default", "read", "all"] {
         let class: Class = pool.class(name).unwrap();
         assert_eq!(class.name(), name);
-        assert_eq!(class.capacity(), class.arenas().iter().map(|a| a.len).sum());
+        assert_eq!(class.capacity(), class.arenas().iter().map(|a| a.len).sum::<usize>());
         let bufs: Vec<Buf> =
             std::iter::from_fn(|| pool.alloc_in(&class, 5000).ok()).take(10_000).collect();
         for buf in &bufs {

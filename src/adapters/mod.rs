@@ -18,6 +18,8 @@ mod part;
 #[cfg(feature = "bytemuck")]
 mod pod;
 mod slices;
+#[cfg(feature = "top")]
+mod top;
 #[cfg(feature = "tracing")]
 mod trace;
 
@@ -28,5 +30,7 @@ pub use metrics::count_event;
 pub use part::Part;
 #[cfg(feature = "bytemuck")]
 pub use pod::{PodError, Typed};
+#[cfg(feature = "top")]
+pub use top::TopServer;
 #[cfg(feature = "tracing")]
 pub use trace::trace_event;

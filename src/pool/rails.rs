@@ -62,6 +62,11 @@ impl Shown {
         }
     }
 
+    /// How many devices there are.
+    pub(super) fn devices(&self) -> usize {
+        self.devices.len()
+    }
+
     /// The arenas on the only device.
     pub(super) fn infos(&self) -> Vec<ArenaInfo> {
         self.devices.first().map_or_else(Vec::new, |d| d.infos.clone())

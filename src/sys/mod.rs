@@ -8,6 +8,8 @@ pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
 pub(crate) mod mmap;
 pub(crate) mod numa;
+#[cfg(feature = "top")]
+pub(crate) mod private_socket;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 #[cfg_attr(not(feature = "loopback"), allow(dead_code, unreachable_pub))]
 pub(crate) mod queue_pair;

@@ -8,7 +8,7 @@ use std::{
 use clap::{Parser, Subcommand, error::ErrorKind};
 use pinpool::{Bytes, Device};
 
-use crate::{bench::Asked, doctor, soak};
+use crate::{bench::Asked, doctor, soak, top};
 
 /// Prepares for, and measures, a pinned-memory pool for RDMA on this machine.
 #[derive(Parser)]
@@ -26,6 +26,7 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Bench(Asked),
     Soak(soak::Args),
+    Top(top::Args),
 }
 
 impl Cli {

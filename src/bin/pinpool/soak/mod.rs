@@ -6,6 +6,7 @@ mod watch;
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -58,6 +59,9 @@ pub(crate) struct Args {
     /// Where the numbers begin that the load is made of; printed, to begin there again
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    /// Serve the pool's map on this Unix socket, for `pinpool top SOCKET`
+    #[arg(long, value_name = "SOCKET")]
+    map: Option<PathBuf>,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -230,10 +234,13 @@ fn generation(
         return Ok(());
     }
     let pool = builder.build().map_err(|e| Failure::Failed(e.to_string()))?;
+    let top = args.map.as_ref().map(|path| pool.serve_map(path)).transpose();
+    let top = top.map_err(|e| Failure::Failed(format!("the map cannot be served: {e}")))?;
     let shared = Shared::new();
     let threads = workers(args, &pool, rng, &shared);
     conduct(&pool, time, &shared, &registrar, &mapping, rng, tally);
     shared.stop.store(true, Relaxed);
+    drop(top);
     if !ended(threads, tally) {
         return Ok(());
     }
