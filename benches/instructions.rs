@@ -44,7 +44,7 @@ const TOKEN: u64 = PLAIN + 43;
 /// A bare address and back, any length; wrong ones are told.
 const RAW: u64 = 86;
 /// The same through the C interface, where nothing is inlined.
-const C: u64 = 112;
+const C: u64 = 111;
 
 fn builder() -> Builder {
     Pool::builder()
