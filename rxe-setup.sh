@@ -15,6 +15,8 @@ MTU=4200                 # of the dummies: room for RoCE's largest packet, 4096 
 SETUP_FAILED=125 # our own failures; everything else is the command's code
 
 with='' verbose=0 dry=0 rung='' job_pid='' feeder='' run_dir=''
+kernel='' kernel_dir=$CACHE/kernel # of the guest: what --kernel asked for, and where it lies
+apt_source=()                      # apt's options for another suite than this machine's
 helpers=() writable=("$ROOT/target")
 nic_why='' rxe_why='' guest_why='' accel=''
 say() { printf 'rxe-setup: %s\n' "$*" >&2; }
@@ -49,6 +51,9 @@ The first rung that works is taken; stderr says which, and why not a better one:
 
 Options:
     --with nic|rxe|guest   take this rung or fail
+    --kernel SUITE|DIR     the guest's kernel: that of another Debian suite (trixie), which
+                           is fetched, or one that lies unpacked in a folder (with boot/
+                           and lib/modules/); implies --with guest
     --write DIR            make this folder, and let the guest write to it; can be repeated
     -v, --verbose          show the guest's console and timings on stderr
     -h, --help             this text
@@ -412,15 +417,51 @@ prepare_guest() {
         }
         touch "$CACHE/venv/virtme-ng-$VIRTME_NG"
     fi
-    [[ -e $CACHE/kernel/ok ]] || fetch_kernel
-    kernel_release=$(<"$CACHE/kernel/ok")
+    choose_kernel
     make_shims
     probe_kvm
 }
 
+choose_kernel() {
+    local -a images
+    if [[ $kernel == */* ]]; then
+        kernel_dir=$(cd -- "$kernel" 2>/dev/null && pwd -P) || die "there is no folder $kernel"
+        images=("$kernel_dir"/boot/vmlinuz-*)
+        [[ ${#images[@]} == 1 && -e ${images[0]} ]] || die "$kernel must hold one boot/vmlinuz-RELEASE"
+        kernel_release=${images[0]##*/vmlinuz-}
+        [[ -e $kernel_dir/lib/modules/$kernel_release/modules.dep ]] ||
+            depmod -b "$kernel_dir" "$kernel_release" || die "$kernel has no usable lib/modules/$kernel_release"
+        return
+    fi
+    [[ -z $kernel ]] || kernel_dir=$CACHE/kernel-$kernel
+    if [[ ! -e $kernel_dir/ok ]]; then
+        [[ -z $kernel ]] || use_suite "$kernel"
+        fetch_kernel
+    fi
+    kernel_release=$(<"$kernel_dir/ok")
+}
+
+# Lists of another suite, from the mirror that this machine's apt uses, in a place of their own: the machine's
+# packages stay what they are.
+use_suite() { # SUITE
+    local mirror keys=/usr/share/keyrings/debian-archive-keyring.gpg dir=$CACHE/apt-$1
+    # shellcheck disable=SC2016 # apt's own
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 2>/dev/null |
+        grep -m 1 '/debian/*$')
+    [[ -n $mirror ]] || die "apt knows no mirror of Debian, so unpack a kernel and give its folder: --kernel DIR"
+    [[ -e $keys ]] || apt_install debian-archive-keyring || die "apt-get could not install debian-archive-keyring"
+    mkdir -p -- "$dir/lists/partial" "$dir/cache/archives/partial" || die "cannot make $dir"
+    echo "deb [signed-by=$keys] $mirror $1 main" >"$dir/sources.list"
+    apt_source=(-o "Dir::Etc::SourceList=$dir/sources.list" -o Dir::Etc::SourceParts=/dev/null
+        -o "Dir::State::Lists=$dir/lists" -o "Dir::Cache=$dir/cache" -o "APT::Sandbox::User=$(id -un)")
+    say "updating the package lists of $1"
+    apt-get -qq "${apt_source[@]}" update >&2 || die "the package lists of $1 could not be had"
+    apt_updated=1
+}
+
 # Unpacks the distribution's kernel beside the project; apt checks what it gets.
 fetch_kernel() {
-    local meta release dir=$CACHE/kernel package
+    local meta release dir=$kernel_dir package
     local -a packages
     for meta in linux-image-amd64 linux-image-generic; do # Debian, Ubuntu
         release=$(kernel_of "$meta")
@@ -432,7 +473,7 @@ fetch_kernel() {
     [[ -n $release ]] || die "apt offers no kernel for the guest (linux-image-amd64 or linux-image-generic)"
     packages=("linux-image-$release")
     for package in "linux-modules-$release" "linux-modules-extra-$release"; do # Ubuntu's are split
-        apt-cache show "$package" >/dev/null 2>&1 && packages+=("$package")
+        apt-cache "${apt_source[@]}" show "$package" >/dev/null 2>&1 && packages+=("$package")
     done
     say "fetching the guest's kernel $release into ${CACHE#"$ROOT"/}"
     rm -rf -- "$dir"
@@ -445,16 +486,17 @@ fetch_kernel() {
         dpkg -x "$package" "$dir" || die "dpkg could not unpack $package"
     done
     rm -f -- "$dir"/*.deb
+    [[ -d $dir/lib/modules ]] || ln -s usr/lib "$dir/lib" # since Debian 13
     depmod -b "$dir" "$release" || die "depmod failed"
     [[ -n $(find "$dir/lib/modules/$release" -name 'rdma_rxe.ko*') ]] || die "kernel $release has no rdma_rxe"
     [[ -e $dir/boot/vmlinuz-$release ]] || die "kernel $release has no boot/vmlinuz"
     echo "$release" >"$dir/ok"
 }
 kernel_of() { # META-PACKAGE -> release
-    apt-cache depends "$1" 2>/dev/null | sed -n 's/^ *Depends: linux-image-\([0-9].*\)/\1/p' | head -n 1
+    apt-cache "${apt_source[@]}" depends "$1" 2>/dev/null | sed -n 's/^ *Depends: linux-image-\([0-9].*\)/\1/p' | head -n 1
 }
 download_packages() {
-    (cd -- "$1" && shift && apt-get -qq -o APT::Sandbox::User="$(id -un)" download "$@" >&2)
+    (cd -- "$1" && shift && apt-get -qq "${apt_source[@]}" -o APT::Sandbox::User="$(id -un)" download "$@" >&2)
 }
 
 make_shims() {
@@ -566,7 +608,7 @@ GUEST
             esac
             printf 'export %s=%q\n' "$name" "${!name}"
         done
-        [[ -n ${2-} ]] && printf 'devices %q %q\n' "$CACHE/kernel" "$MTU"
+        [[ -n ${2-} ]] && printf 'devices %q %q\n' "$kernel_dir" "$MTU"
         # shellcheck disable=SC2016 # expanded in the guest
         ((verbose)) && echo 'read -r n rest </proc/uptime; echo "rxe-setup: the guest is ready, $n s after its start" >&2'
         printf 'cd -- %q || trouble "the folder %q is not there"\n' "$PWD" "$PWD"
@@ -591,7 +633,7 @@ boot_guest() { # [SECONDS]
         hugepagesz=1G hugepages=1 init_on_alloc=0
         mitigations=off rcupdate.rcu_expedited=1 apparmor=0 audit=0 cryptomgr.notests nmi_watchdog=0)
     run=(env "TMPDIR=$run_dir" setpriv --pdeathsig KILL "$CACHE/venv/bin/python" "$CACHE/venv/bin/virtme-run"
-        --kimg "$CACHE/kernel/boot/vmlinuz-$kernel_release" --mods auto --force-9p
+        --kimg "$kernel_dir/boot/vmlinuz-$kernel_release" --mods auto --force-9p
         --memory "$((half * 2))M" --cpus "$cpus,sockets=$cpus" --numa "$node0" --numa "$node1"
         --qemu-bin "$CACHE/shims/qemu" --show-boot-console
         "${kernel_options[@]/#/--kopt=}"
@@ -938,7 +980,8 @@ status() {
     printf '%-11s %s\n' "missing:" "${missing[*]:-nothing}"
     setup_libclang
     printf '%-11s %s\n' "libclang:" "${LIBCLANG_PATH:-none below 16}"
-    printf '%-11s %s\n' "kernel:" "$(cat "$CACHE/kernel/ok" 2>/dev/null || echo "not fetched yet")"
+    printf '%-11s %s\n' "kernel:" \
+        "$([[ $kernel == */* ]] && echo "in $kernel" || cat "$CACHE/kernel${kernel:+-$kernel}/ok" 2>/dev/null || echo "not fetched yet")"
     printf '%-11s %s\n' "virtme-ng:" "$([[ -e $CACHE/venv/virtme-ng-$VIRTME_NG ]] && echo "$VIRTME_NG" || echo "not fetched yet")"
     printf '%-11s %s\n' "guest runs:" "$(cut -d ' ' -f 2 "$CACHE/kvm" 2>/dev/null || echo "not tried yet")"
 }
@@ -955,6 +998,12 @@ main() {
         --with)
             (($# > 1)) || usage_error "--with needs nic, rxe or guest"
             with=$2
+            shift
+            ;;
+        --kernel=*) kernel=${1#*=} ;;
+        --kernel)
+            (($# > 1)) || usage_error "--kernel needs a suite of Debian's or a folder"
+            kernel=$2
             shift
             ;;
         --write=*) write+=("${1#*=}") ;;
@@ -984,6 +1033,12 @@ main() {
     '' | nic | rxe | guest) ;;
     *) usage_error "--with $with: there are nic, rxe and guest" ;;
     esac
+    if [[ -n $kernel ]]; then
+        [[ -z $with || $with == guest ]] || usage_error "--kernel is the guest's, --with $with has none"
+        [[ $kernel == */* || $kernel =~ ^[a-z][a-z0-9-]*$ ]] ||
+            usage_error "--kernel is '$kernel', neither a suite of Debian's nor a folder (DIR/)"
+        with=guest
+    fi
     [[ -n $action ]] || usage_error "nothing to do: give up, down, status or -- CMD"
     if [[ $action != run ]]; then
         "$action"

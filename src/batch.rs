@@ -79,6 +79,7 @@ impl<R> Batch<R> {
     }
 
     #[inline]
+    #[track_caller]
     pub(crate) fn refill(
         &mut self,
         pool: PoolRef,
@@ -121,6 +122,7 @@ impl<R> Batch<R> {
 
     #[cold]
     #[inline(never)]
+    #[track_caller]
     fn refill_slow(
         &mut self,
         pool: PoolRef,

@@ -107,9 +107,10 @@ impl<R> Buf<R> {
         self.len == 0
     }
 
-    /// How many bytes the block has; [`set_len`](Buf::set_len) can use them all.
+    /// How many bytes the block has; [`set_len`](Buf::set_len) can use them all. With a
+    /// [canary](crate::Guards::canary), how many were asked for.
     pub fn capacity(&self) -> usize {
-        self.core().slabs.block_len(self.entry.ptr, self.home.place().class())
+        self.core().usable_len(self.entry.ptr, self.home.place().class())
     }
 
     /// Sets the length, up to the capacity. The address stays (P9); bytes beyond the old length are

@@ -6,6 +6,7 @@ mod growth;
 mod heaps;
 mod memory;
 mod start;
+mod watch;
 
 use std::{
     fmt,
@@ -16,8 +17,10 @@ use std::{
 
 use crate::{
     access::Access,
+    damage::Damage,
     device::{Device, DeviceInfo},
     error::{BuildError, Bytes},
+    outstanding::Outstanding,
     pool::Pool,
     preflight::{self, Demand, Findings},
     problem::{self, Problem},
@@ -35,12 +38,14 @@ pub use self::{
     heaps::Reserve,
     memory::Backing,
     start::{Numa, Progress, Stage},
+    watch::{Guards, Track},
 };
 pub(crate) use self::{
     growth::Growth,
     heaps::{Range, SharePlan},
     memory::{Fixed, Memory},
     start::{Placement, Start},
+    watch::Watch,
 };
 
 /// A size of hugepage.
@@ -149,6 +154,14 @@ pub enum Event<'a> {
         /// Why, with the numbers.
         error: &'a BuildError,
     },
+    /// Somebody wrote to memory that nobody had ([`Guards::poison`]).
+    WrittenAfterFree(&'a Damage),
+    /// Somebody wrote beyond the end of a buffer ([`Guards::canary`]).
+    WrittenBeyondEnd(&'a Damage),
+    /// The last handle of a pool goes while buffers of it are out, in handles, as tokens or as bare addresses: the
+    /// last of them to come back takes the pool down; those that never do have leaked, with their arenas.
+    /// [`Builder::track`] has it say whose they are.
+    StillOut(&'a Outstanding),
     /// A pool was built.
     Built {
         /// How many arenas it has, over all access classes.
@@ -210,6 +223,9 @@ impl Event<'_> {
             Self::Shrank { .. } => "shrank",
             Self::Exhausted { .. } => "exhausted",
             Self::TakenDown { .. } => "taken_down",
+            Self::WrittenAfterFree(_) => "written_after_free",
+            Self::WrittenBeyondEnd(_) => "written_beyond_end",
+            Self::StillOut(_) => "still_out",
         }
     }
 }
@@ -271,6 +287,7 @@ pub struct Builder<R = Any> {
     start: start::Wishes,
     memory: memory::Wishes,
     growth: growth::Wishes,
+    watch: Watch,
     _reach: PhantomData<R>,
     mapping: StepHook,
 }
@@ -290,6 +307,7 @@ impl Default for Builder {
             start: start::Wishes::default(),
             memory: memory::Wishes::default(),
             growth: growth::Wishes::default(),
+            watch: Watch::default(),
             _reach: PhantomData,
             mapping: StepHook::default(),
         }
@@ -346,6 +364,7 @@ impl Builder {
             start: self.start,
             memory: self.memory,
             growth: self.growth,
+            watch: self.watch,
             _reach: PhantomData,
             mapping: self.mapping,
         }
@@ -459,7 +478,7 @@ impl<R: Reach> Builder<R> {
                 own
             } else {
                 let arenas = [&layout].into_iter().chain(&layouts).flat_map(|l| l.arenas.clone());
-                found.with(own, &infos, &arenas.collect::<Vec<_>>(), layout.stride, &facts)
+                found.with(own, &infos, &arenas.collect::<Vec<_>>(), layout.arena, &facts)
             };
             parts.push((layout, memory, fixed, Placement::Anywhere));
         }
@@ -476,7 +495,7 @@ impl<R: Reach> Builder<R> {
         for ((name, asked), (layout, memory, fixed, placement)) in
             names.into_iter().zip(asked).zip(parts)
         {
-            let Layout { capacity, stride, arenas, more, page_sizes } = layout;
+            let Layout { capacity, stride, arenas, more, page_sizes, .. } = layout;
             let slot = |i: usize| fixed.get(i).map_or(i, |f: &Fixed| f.slot);
             let cut = self.heaps.lay_out(&name, |i| slot(i) * stride, &arenas, pad)?;
             let unreserved = cut.ranges.iter().map(|&(_, len)| len).sum();
@@ -498,6 +517,7 @@ impl<R: Reach> Builder<R> {
                 growth: self.growth.plan(capacity, unreserved, more)?,
                 ranges: cut.ranges,
                 shares: cut.shares,
+                watch: self.watch,
                 mapping: self.mapping.clone(),
             });
             // One class grows.
@@ -532,6 +552,9 @@ pub(crate) struct Asked {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Layout {
     pub(crate) capacity: usize,
+    /// Bytes of an arena, the last ones apart.
+    pub(crate) arena: usize,
+    /// From one arena's start to the next.
     pub(crate) stride: usize,
     pub(crate) arenas: Vec<usize>,
     /// The arenas that can come on top.
@@ -587,7 +610,7 @@ impl Asked {
         }
         let arenas: Vec<_> = layouts.iter().flat_map(|l| l.arenas.iter().copied()).collect();
         let more: Vec<_> = layouts.iter().flat_map(|l| l.more.iter().copied()).collect();
-        let stride = layouts.iter().map(|l| l.stride).max().unwrap_or_default();
+        let stride = layouts.iter().map(|l| l.arena).max().unwrap_or_default();
         let judge = |arenas: &[usize]| {
             let base_page = mmap::base_page();
             let page_sizes = &page_sizes[..];
@@ -636,28 +659,36 @@ impl Asked {
         let more = max_capacity.saturating_sub(capacity) / page * page;
         let sizes = Sizes { capacity, more, page };
         let mut wrong = None;
-        let stride = arena_stride(self.arena_size, sizes, info).unwrap_or_else(|p| {
+        let arena = arena_stride(self.arena_size, sizes, info).unwrap_or_else(|p| {
             wrong = Some(p);
             // The rest is judged as if the size had been left open.
             arena_stride(None, sizes, info).unwrap_or_else(|_| capacity.next_power_of_two())
         });
-        let count = capacity.div_ceil(stride) + more.div_ceil(stride);
-        if count.saturating_mul(stride) > MOST_RESERVED && more > 0 {
+        let count = capacity.div_ceil(arena) + more.div_ceil(arena);
+        if count.saturating_mul(arena) > MOST_RESERVED && more > 0 {
             return Err(BuildError::CapacityTooLarge { asked: max_capacity, max: MOST_RESERVED });
         }
         if count > MAX_ARENAS {
             let problem =
                 format!("makes {count} arenas of this capacity; the most is {MAX_ARENAS}");
-            return Err(BuildError::ArenaSize { asked: stride, problem });
+            return Err(BuildError::ArenaSize { asked: arena, problem });
         }
         let cut = |bytes: usize| {
-            let mut arenas = vec![stride; bytes / stride];
-            arenas.extend(Some(bytes % stride).filter(|&rest| rest > 0));
+            let mut arenas = vec![arena; bytes / arena];
+            arenas.extend(Some(bytes % arena).filter(|&rest| rest > 0));
             arenas
         };
         let (arenas, more, page_sizes) = (cut(capacity), cut(more), page_sizes.to_vec());
-        Ok((Layout { capacity, stride, arenas, more, page_sizes }, wrong))
+        let stride = apart(arena, count);
+        Ok((Layout { capacity, arena, stride, arenas, more, page_sizes }, wrong))
     }
+}
+
+/// From one arena's start to the next: twice its length, so that what runs out of one meets pages without access
+/// before it meets the next. Address space is all that it costs; a range that would be too long goes without.
+fn apart(arena: usize, count: usize) -> usize {
+    let twice = arena.saturating_mul(2);
+    if count > 1 && twice.saturating_mul(count) <= MOST_RESERVED { twice } else { arena }
 }
 
 /// The device whose regions are shortest: it has its say in how long arenas are.
@@ -704,7 +735,7 @@ struct Sizes {
     page: usize,
 }
 
-/// Decides the power of two that arenas are apart, and so their length.
+/// Decides the power of two that arenas are long.
 fn arena_stride(
     asked: Option<usize>,
     Sizes { capacity, more, page }: Sizes,
@@ -797,6 +828,8 @@ pub(crate) struct Plan {
     /// What no share has reserved.
     pub(crate) ranges: Vec<Range>,
     pub(crate) shares: Vec<SharePlan>,
+    /// What buffers are watched with.
+    pub(crate) watch: Watch,
     /// Asked before each step of mapping.
     pub(crate) mapping: StepHook,
 }
@@ -877,7 +910,8 @@ mod tests {
         let (layout, found) = examine(asked(100 << 20, Some(1 << 32)));
         assert!(found.problems.is_empty(), "{found:?}");
         assert!(matches!(found.notes[..], [Problem::Memory { asked, .. }] if asked == 1 << 32));
-        assert_eq!((layout.stride, layout.arenas), (128 << 20, vec![100 << 20]));
+        assert_eq!((layout.arena, layout.stride), (128 << 20, 256 << 20));
+        assert_eq!(layout.arenas, [100 << 20]);
         assert_eq!(layout.more.iter().sum::<usize>(), (1 << 32) - (100 << 20));
         assert!(layout.more[..31].iter().all(|&len| len == 128 << 20));
         let (layout, found) = examine(asked(100 << 20, None));

@@ -1,4 +1,5 @@
 #![cfg_attr(feature = "nightly", feature(allocator_api))]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 //! A pinned-memory pool allocator for RDMA.
 //!
 //! An RDMA device touches only memory that was registered, and registering is slow: it pins every page
@@ -50,8 +51,12 @@ mod bell;
 #[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
+mod damage;
+#[cfg(not(loom))]
 mod error;
 mod lock;
+#[cfg(not(loom))]
+mod outstanding;
 #[cfg(not(loom))]
 mod problem;
 #[cfg(not(loom))]
@@ -86,6 +91,8 @@ mod slab;
 mod depot;
 mod drought;
 mod gate;
+#[cfg(not(loom))]
+mod guard;
 #[cfg(not(loom))]
 mod magazine;
 mod mark;
@@ -158,9 +165,10 @@ pub use crate::{
     batch::Batch,
     buf::{Buf, CapacityError},
     config::{
-        ArenaLayout, Backing, Builder, Event, ExportLayout, Numa, PageSize, Pages, PoolExport,
-        Progress, Reserve, Stage,
+        ArenaLayout, Backing, Builder, Event, ExportLayout, Guards, Numa, PageSize, Pages,
+        PoolExport, Progress, Reserve, Stage, Track,
     },
+    damage::{Damage, Owner, Site},
     device::{Device, Guarantees, LeaseSupport},
     doctor::{
         CgroupReport, DeviceReport, DoctorOptions, HugepageReport, MemlockReport, NodeReport,
@@ -172,6 +180,7 @@ pub use crate::{
     },
     lease::{Lease, LeaseQp},
     local::LocalPool,
+    outstanding::{OutSite, Outstanding},
     pool::{
         AllocFuture, ArenaMap, Class, DeviceChange, InFlight, Outcome, Pool, PoolMap, PostError,
         Posted, Share, ShareFuture,
@@ -179,10 +188,12 @@ pub use crate::{
     problem::Problem,
     sg_list::{SgList, SgListError},
     shared::SharedArenas,
-    stats::{AccessStats, ArenaStats, Books, CacheStats, ClassStats, PageStats, ShareStats, Stats},
+    stats::{
+        AccessStats, ArenaStats, Books, CacheStats, ClassStats, GuardStats, PageStats, ShareStats,
+        Stats,
+    },
 };
 
-/// The examples of the README, compiled and run; some open verbs devices.
+// Examples of README and book; some open verbs devices.
 #[cfg(all(doctest, not(loom), any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod book;

@@ -31,6 +31,7 @@ impl<R> LocalPool<R> {
     /// # Errors
     /// As [`Pool::alloc`].
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         // Made on this thread and not `Send`, so the gate is this thread's own.
         self.pool.inner().alloc(self.gate, len)
@@ -41,6 +42,7 @@ impl<R> LocalPool<R> {
     /// # Errors
     /// As [`Pool::alloc_wait`].
     #[inline]
+    #[track_caller]
     pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
         self.pool.alloc_wait(len, timeout)
     }

@@ -26,6 +26,7 @@ use crate::{
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
     sync::{in_register, unlikely},
+    sys::shadow,
 };
 
 /// One class's magazines in one thread.
@@ -142,32 +143,33 @@ impl Mag {
     }
 }
 
-/// A class as the hot path carries it: where its magazine lies among the others, in bytes.
+/// A class as the hot path carries it: where its magazine lies among the others, in bytes. Of 32 bits, but held in
+/// a whole register, lest it be widened again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Place(u32);
+pub(crate) struct Place(usize);
 
 impl Place {
     /// `class` is below [`CLASSES`], or [`SPAN_CLASS`].
     #[inline(always)]
     pub(crate) const fn of(class: usize) -> Self {
-        Self((class * size_of::<Mag>()) as u32)
+        Self(class * size_of::<Mag>())
     }
 
     #[inline(always)]
     pub(crate) const fn offset(self) -> u32 {
-        self.0
+        self.0 as u32
     }
 
     /// # Safety
     /// `offset` came from [`offset`](Place::offset).
     #[inline(always)]
     pub(crate) const unsafe fn from_offset(offset: u32) -> Self {
-        Self(offset)
+        Self(offset as usize)
     }
 
     #[inline(always)]
     pub(crate) const fn class(self) -> usize {
-        self.0 as usize / size_of::<Mag>()
+        self.0 / size_of::<Mag>()
     }
 }
 
@@ -198,7 +200,23 @@ impl Magazines {
         debug_assert!(place.class() <= SPAN_CLASS);
         // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
         // SPAN_CLASS, so its place is that of an element of `mags`, which is the only field.
-        unsafe { &*in_register((&raw const self.mags).byte_add(place.0 as usize).cast::<Mag>()) }
+        unsafe { &*in_register((&raw const self.mags).byte_add(place.0).cast::<Mag>()) }
+    }
+}
+
+/// Tells tools that a block is free (see `shadow`); nothing without them. A span passes no magazine.
+#[inline(always)]
+fn hide(place: Place, entry: Entry) {
+    if cfg!(any(pinpool_asan, feature = "valgrind")) && place.class() < CLASSES {
+        shadow::hide(entry.ptr, size_class::size_of(place.class()));
+    }
+}
+
+/// Tells them that it is not.
+#[inline(always)]
+fn show(place: Place, entry: Entry) {
+    if cfg!(any(pinpool_asan, feature = "valgrind")) && place.class() < CLASSES {
+        shadow::show(entry.ptr, size_class::size_of(place.class()));
     }
 }
 
@@ -213,6 +231,9 @@ impl ThreadGate {
         // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
         let entry = unsafe { &*self.enter() }.mag(place).pop();
         self.leave();
+        if let Some(entry) = entry {
+            show(place, entry);
+        }
         entry
     }
 
@@ -220,9 +241,14 @@ impl ThreadGate {
     /// Owner thread only.
     #[inline(always)]
     pub(crate) fn push(&self, place: Place, entry: Entry) -> bool {
+        // Before another thread can have it.
+        hide(place, entry);
         // SAFETY: as in `pop`.
         let done = unsafe { &*self.enter() }.mag(place).push(entry);
         self.leave();
+        if !done {
+            show(place, entry);
+        }
         done
     }
 
@@ -239,6 +265,9 @@ impl ThreadGate {
             None
         };
         self.leave();
+        if let Some(entry) = entry {
+            show(place, entry);
+        }
         entry
     }
 
@@ -250,6 +279,7 @@ impl ThreadGate {
         let has_room = mag.previous_len(depot).is_some_and(|n| n < mag.cap());
         let done = has_room && mag.room() == 0 && {
             mag.swap(depot, mag.cap());
+            hide(place, entry);
             mag.push(entry)
         };
         self.leave();
@@ -270,6 +300,7 @@ impl ThreadGate {
                 out.set_len(out.len() + n);
                 mag.top.set(top);
             }
+            out[out.len() - n..].iter().for_each(|&entry| show(place, entry));
         }
         self.leave();
         n
@@ -282,6 +313,7 @@ impl ThreadGate {
         let mag = unsafe { &*self.enter() }.mag(place);
         let n = entries.len().min(mag.room());
         if n > 0 {
+            entries[entries.len() - n..].iter().for_each(|&entry| hide(place, entry));
             // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
             unsafe {
                 let top = mag.top.get();

@@ -78,11 +78,32 @@ impl Outs {
         unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.offset() as u16);
     }
 
+    /// Marks a block, which the caller owns, as out; false, and nothing done, if its part is not there yet.
+    #[cfg(feature = "capi")]
+    #[inline(always)]
+    pub(crate) fn set_at_hand(&self, block: NonNull<u8>, place: Place) -> bool {
+        let offset = block.as_ptr() as usize - self.base;
+        if !offset.is_multiple_of(PAGE) {
+            let Some(part) = self.part(offset) else { return false };
+            part[Self::in_part(offset)].set(place.offset() as u16);
+            return true;
+        }
+        debug_assert!(offset < self.len);
+        // SAFETY: a block lies in the pool, so its page is one of those that the table was made for.
+        unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.offset() as u16);
+        true
+    }
+
     /// Ends being out: exactly one of several callers with the address of a block that is out gets its place,
     /// and owns it. Any number may be passed.
     #[inline(always)]
     pub(crate) fn clear(&self, addr: usize) -> Option<Place> {
-        let offset = addr.wrapping_sub(self.base);
+        self.clear_at(addr.wrapping_sub(self.base))
+    }
+
+    /// The same, for the address this far from the map's base.
+    #[inline(always)]
+    pub(crate) fn clear_at(&self, offset: usize) -> Option<Place> {
         if offset >= self.len {
             unlikely();
             return None;
@@ -94,7 +115,7 @@ impl Outs {
         Self::place(unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.clear()?)
     }
 
-    #[inline]
+    #[inline(always)]
     fn clear_far(&self, offset: usize) -> Option<Place> {
         if !offset.is_multiple_of(MIN_BLOCK) {
             return None;
@@ -111,13 +132,18 @@ impl Outs {
     /// By planes, so that memory is touched for the offsets that occur alone.
     #[inline(always)]
     fn in_part(offset: usize) -> usize {
-        offset % PAGE / MIN_BLOCK * PART + (offset >> PAGE_SHIFT) % PART
+        const PLANE: usize = (PLANES - 1) * PART;
+        // One shift from where the offset has the block's number in its page to where the plane begins.
+        ((offset << (PART / MIN_BLOCK).trailing_zeros()) & PLANE) + (offset >> PAGE_SHIFT) % PART
     }
 
     #[inline(always)]
     fn part(&self, offset: usize) -> Option<&[Mark; MARKS]> {
+        debug_assert!(offset < self.len);
+        // SAFETY: below `len` (a block's, or looked at), and there is a part for each page of that.
+        let part = unsafe { self.far.get_unchecked((offset >> PAGE_SHIFT) / PART) };
         // Pairs with the store in `make_part`.
-        let marks = self.far[(offset >> PAGE_SHIFT) / PART].0.load(Acquire);
+        let marks = part.0.load(Acquire);
         // SAFETY: null, or `MARKS` marks that stay until `self` goes.
         unsafe { marks.as_ref() }
     }

@@ -124,9 +124,18 @@ impl PageMap {
     /// The keys of the region that holds a block.
     #[inline(always)]
     pub(crate) fn keys_at(&self, block: NonNull<u8>) -> PackedKeys {
-        let offset = (block.as_ptr() as usize).wrapping_sub(self.base);
+        // SAFETY: a block lies in a published arena.
+        unsafe { self.keys_at_offset((block.as_ptr() as usize).wrapping_sub(self.base)) }
+    }
+
+    /// The same, for the block this far from the base.
+    ///
+    /// # Safety
+    /// A block that is out starts there.
+    #[inline(always)]
+    pub(crate) unsafe fn keys_at_offset(&self, offset: usize) -> PackedKeys {
         debug_assert!(offset < self.len);
-        // SAFETY: a block lies in a published arena, so its offset is below `len`, and there is an entry for
+        // SAFETY: the offset is in a published arena (contract), and so below `len`, and there is an entry for
         // every arena's worth of that.
         let entry = unsafe { self.arenas.get_unchecked(offset >> self.stride_shift) };
         PackedKeys::from_word(entry.keys())

@@ -2,6 +2,7 @@
 //! their own here; the layers below know nothing of one another's order. This file is the handle.
 
 mod alloc;
+mod bare;
 mod books;
 mod class;
 mod core;
@@ -10,6 +11,8 @@ mod family;
 mod flight;
 mod free;
 mod grow;
+mod guarded;
+mod leaks;
 mod map;
 mod posted;
 mod rails;
@@ -49,7 +52,7 @@ use crate::{
     batch::Batch,
     buf::Buf,
     config::{Builder, Plan},
-    error::{AllocError, BuildError, CloseError, FreeError},
+    error::{AllocError, BuildError, CloseError},
     local::LocalPool,
     reach::{Any, OneDevice, Reach},
     size_class::MIN_BLOCK,
@@ -151,6 +154,7 @@ impl<R> Pool<R> {
     /// [`AllocError::TooLarge`] above the size of an arena, [`AllocError::Exhausted`] with the books
     /// when nothing is left, in other threads' caches neither.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
     }
@@ -159,6 +163,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc).
+    #[track_caller]
     pub fn alloc_zeroed(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let mut buf = self.alloc(len)?;
         buf.fill(0);
@@ -169,6 +174,7 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc`](Pool::alloc), and [`AllocError::Alignment`] if it is larger than an arena.
+    #[track_caller]
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf<R>, AllocError> {
         if layout.align() <= MIN_BLOCK {
             return self.alloc(layout.size());
@@ -184,6 +190,7 @@ impl<R> Pool<R> {
     /// # Errors
     /// As [`alloc`](Pool::alloc), when not even one could be had; [`AllocError::BatchInUse`] and
     /// [`AllocError::BatchMixed`]. The batch keeps what it holds.
+    #[track_caller]
     pub fn alloc_many(
         &self,
         batch: &mut Batch<R>,
@@ -204,46 +211,6 @@ impl<R> Pool<R> {
         LocalPool::new(self.clone())
     }
 
-    /// Frees what [`Buf::into_raw`] gave up, whichever class or share of this pool it came from.
-    ///
-    /// # Errors
-    /// [`FreeError`] for every pointer that is not out as a raw buffer of this pool: null, foreign,
-    /// interior, or taken back already. Nothing is then changed.
-    ///
-    /// # Safety
-    /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
-    #[inline]
-    pub unsafe fn free_raw(&self, ptr: *mut u8) -> Result<(), FreeError> {
-        let core = self.home_of(ptr as usize);
-        let (entry, place) = core.take_raw(ptr)?;
-        // Its length is not asked for: that would be a look-up.
-        drop(Buf::<Any>::new(core.reference(), entry, 0, place));
-        Ok(())
-    }
-
-    fn take_back<S: Reach>(&self, ptr: *mut u8) -> Result<Buf<S>, FreeError> {
-        let addr = ptr as usize;
-        let core = self.home_of(addr);
-        if addr != 0 && S::REMOTE.is_some_and(|remote| remote != core.remote) {
-            return Err(FreeError::OtherReach { addr, remote: core.remote });
-        }
-        let (entry, place) = core.take_raw(ptr)?;
-        let len = core.slabs.block_len(entry.ptr, place.class());
-        Ok(Buf::new(core.reference(), entry, len, place))
-    }
-
-    /// The heap that a block at this address is of. An address of none is judged by this handle's class, which
-    /// says why.
-    #[inline]
-    fn home_of(&self, addr: usize) -> &Core {
-        let own = self.core();
-        let alone = own.reserved == 0 && own.beyond.is_none();
-        if alone && own.slabs.map().page_of(addr).is_some() {
-            return own;
-        }
-        self.heaps().heap_at(addr).unwrap_or(own)
-    }
-
     /// Sums up where the pool's bytes are.
     ///
     /// Takes locks, and sends every thread through its slow path once; not for hot paths. Looking for tokens and
@@ -256,6 +223,7 @@ impl<R> Pool<R> {
         for core in self.heaps().iter().filter(|core| !core.foreign()) {
             core.each_flight(|_| stats.in_flight += 1);
             stats.table_bytes += core.tokens.table_bytes() + core.outs.table_bytes();
+            stats.table_bytes += core.guard.as_ref().map_or(0, |guard| guard.table_bytes());
         }
         let m = limits::memlock();
         stats.hits_exact = !self.core().gated;
@@ -359,23 +327,6 @@ impl<R> Pool<R> {
         }
         let stats = self.heaps().stats();
         assert!(stats.balanced(), "{stats:#?}");
-    }
-}
-
-impl<R: Reach> Pool<R> {
-    /// Takes back what [`Buf::into_raw`] gave up, whichever class or share of this pool it came from. Its
-    /// length is the block's.
-    ///
-    /// # Errors
-    /// [`FreeError`] for every pointer that is not out as a raw buffer of this pool: null, foreign,
-    /// interior, or taken back already; and for one whose class this handle's `R` rules out. Nothing is
-    /// then changed.
-    ///
-    /// # Safety
-    /// Whoever was given the pointer has stopped using the bytes, or gives that right up to the caller.
-    #[allow(clippy::wrong_self_convention)] // The pool is not the pointer's target but its source.
-    pub unsafe fn from_raw(&self, ptr: *mut u8) -> Result<Buf<R>, FreeError> {
-        self.take_back(ptr)
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Demand<'a> {
     pub(crate) infos: &'a [DeviceInfo],
     /// Each arena's length; its sum is the capacity.
     pub(crate) arenas: &'a [usize],
-    /// Bytes from one arena to the next.
+    /// Bytes of an arena, for what is said of them.
     pub(crate) stride: usize,
     /// Page sizes to try for each arena, best first.
     pub(crate) page_sizes: &'a [usize],

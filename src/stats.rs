@@ -23,7 +23,8 @@ pub struct Stats {
     pub max_capacity: usize,
     /// Bytes of blocks that are out in buffers.
     pub live: usize,
-    /// Bytes of free blocks in threads' magazines and in the depot.
+    /// Bytes of free blocks in threads' magazines and in the depot, and in
+    /// [quarantine](crate::Guards::quarantine).
     pub cached: usize,
     /// Bytes of free blocks in slabs.
     pub free: usize,
@@ -97,6 +98,8 @@ pub struct Stats {
     pub memlock_limit: Option<u64>,
     /// Whether the limit does not bind this process (`CAP_IPC_LOCK`, effective, in the initial user namespace).
     pub memlock_exempt: bool,
+    /// What guards have found, and what they keep back.
+    pub guards: GuardStats,
     /// Bytes of the allocator's own tables, all of them outside registered memory.
     pub table_bytes: usize,
     /// The size classes that have slabs or ever had, smallest first, and last, with block size 0, spans above
@@ -106,6 +109,43 @@ pub struct Stats {
     pub access_classes: Vec<AccessStats>,
     /// The shares, those of one access class together.
     pub shares: Vec<ShareStats>,
+}
+
+/// What the guards of a pool have found, and what they keep back. All zero in one without.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct GuardStats {
+    /// How many buffers' memory somebody wrote to after they were given back, as far as it was found
+    /// ([`Guards::poison`](crate::Guards::poison)).
+    pub written_after_free: u64,
+    /// Beyond how many buffers' ends somebody wrote, as far as it was found
+    /// ([`Guards::canary`](crate::Guards::canary)).
+    pub written_beyond_end: u64,
+    /// Bytes in quarantine, which are part of those cached.
+    pub quarantined: usize,
+}
+
+/// Free blocks outside of the slabs.
+#[derive(Clone, Debug)]
+pub(crate) struct Cached {
+    /// By class; the last is spans.
+    pub(crate) blocks: [usize; CLASSES + 1],
+    /// Bytes of the spans.
+    pub(crate) span_bytes: usize,
+}
+
+impl Default for Cached {
+    fn default() -> Self {
+        Self { blocks: [0; CLASSES + 1], span_bytes: 0 }
+    }
+}
+
+impl Cached {
+    /// Bytes of all.
+    pub(crate) fn bytes(&self) -> usize {
+        let of_class = |class| self.blocks[class] * size_class::size_of(class);
+        (0..CLASSES).map(of_class).sum::<usize>() + self.span_bytes
+    }
 }
 
 /// Where the bytes of a part of a pool are.
@@ -277,8 +317,8 @@ pub(crate) struct WaitCounts {
 
 /// What was counted beside the slabs' own counts.
 pub(crate) struct Counted<'a> {
-    /// By class, and spans last, as all here: the blocks in magazines and depot.
-    pub(crate) cached: &'a [usize],
+    /// What lies in magazines, depot and quarantine.
+    pub(crate) cached: &'a Cached,
     pub(crate) caches: &'a dyn Fn(usize) -> CacheStats,
     pub(crate) waits: &'a dyn Fn(usize) -> WaitCounts,
 }
@@ -306,7 +346,7 @@ impl Stats {
             }
             let mut entry = if class < CLASSES {
                 let block = size_class::size_of(class);
-                let in_cache = cached[class].min(c.taken);
+                let in_cache = cached.blocks[class].min(c.taken);
                 let out = c.taken - in_cache;
                 let (live, cached, free) = (out * block, in_cache * block, c.free * block);
                 let unused = c.bytes - live - cached - free;
@@ -320,10 +360,12 @@ impl Stats {
                     ..ClassStats::of(block)
                 }
             } else {
+                let cached_bytes = cached.span_bytes.min(c.bytes);
                 ClassStats {
                     capacity: c.bytes,
-                    live: c.bytes,
-                    live_buffers: c.taken,
+                    live: c.bytes - cached_bytes,
+                    cached: cached_bytes,
+                    live_buffers: c.taken - cached.blocks[class].min(c.taken),
                     ..ClassStats::of(0)
                 }
             };
@@ -374,6 +416,9 @@ impl Stats {
         self.shrinks += other.shrinks;
         self.growth_failures += other.growth_failures;
         self.growth_time += other.growth_time;
+        self.guards.written_after_free += other.guards.written_after_free;
+        self.guards.written_beyond_end += other.guards.written_beyond_end;
+        self.guards.quarantined += other.guards.quarantined;
         for c in &other.classes {
             match self.classes.iter_mut().find(|own| own.block == c.block) {
                 Some(own) => {

@@ -65,6 +65,11 @@ impl Slot {
         Self(place.unwrap_or(SLOTS))
     }
 
+    /// The place without gates: every alloc and free takes the slow path.
+    pub(crate) fn none() -> Self {
+        Self(SLOTS)
+    }
+
     pub(crate) fn has_gates(&self) -> bool {
         self.0 < SLOTS
     }

@@ -342,7 +342,7 @@ fn a_growth_that_fails_at_any_step_harms_nothing() {
         assert_eq!((after.growths, after.growth_failures), (0, 1));
         assert_eq!((after.capacity, after.live, after.arenas), (MIB, before.live, 1));
         assert_eq!(calls.live(), 1);
-        assert!(!mapped(base + MIB, 3 * MIB), "{step}");
+        assert!(!mapped(base + MIB, 7 * MIB), "{step}");
         held.pop();
         held.push(pool.alloc(64 << 10).unwrap());
         pool.check();
@@ -353,7 +353,8 @@ fn a_growth_that_fails_at_any_step_harms_nothing() {
         // But later, in the same place.
         let _ = pool.tick(secs(2));
         assert_eq!((pool.capacity(), pool.stats().growths), (2 * MIB, 1), "{step}");
-        assert_eq!(pool.arenas()[1].addr.as_ptr() as usize, base + MIB);
+        // Arenas are two apart.
+        assert_eq!(pool.arenas()[1].addr.as_ptr() as usize, base + 2 * MIB);
         held.push(pool.alloc(64 << 10).unwrap());
         drop(held);
         pool.check();
@@ -422,7 +423,7 @@ fn a_registrar_that_panics_costs_an_arena_and_no_more() {
     let _ = pool.tick(secs(2));
     assert_eq!(pool.capacity(), 2 * MIB);
     let gap = pool.arenas()[1].addr.as_ptr() as usize - held.as_ptr() as usize;
-    assert_eq!(gap, 2 * MIB, "the place is not used again");
+    assert_eq!(gap, 4 * MIB, "the place is not used again");
     pool.check();
     drop(held);
 }
@@ -597,7 +598,7 @@ fn an_arena_that_the_device_keeps_is_leaked_and_not_used_again() {
     assert!(mapped(addr, MIB), "the device may still write here");
     assert_eq!(pool.keys_of(addr as *const u8), None);
     grow_to(&pool, 2, secs(10_000));
-    assert_eq!(pool.arenas()[1].addr.as_ptr() as usize, addr + MIB);
+    assert_eq!(pool.arenas()[1].addr.as_ptr() as usize, addr + 2 * MIB);
     let all: Vec<_> = std::iter::from_fn(|| pool.alloc(MIB).ok()).collect();
     let _ = pool.tick(secs(10_001));
     assert_eq!((all.len(), pool.capacity()), (2, 2 * MIB), "no third place");

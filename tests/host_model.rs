@@ -3,7 +3,7 @@
 
 mod model;
 
-use model::Model;
+use model::{Model, Shape};
 use proptest::prelude::*;
 
 fn cases() -> u32 {
@@ -16,8 +16,9 @@ proptest! {
     #[test]
     fn the_pool_agrees_with_the_model(
         words in proptest::collection::vec(any::<u64>(), 1..300),
-        colouring: bool,
+        // Half of them without guards.
+        shape in prop_oneof![0u8..2, any::<u8>()],
     ) {
-        Model::run(words, colouring);
+        Model::run(words, Shape::from_word(shape));
     }
 }

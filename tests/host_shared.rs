@@ -103,13 +103,16 @@ fn places_outside_or_across_arenas_are_none() {
     let pool = shared(4 * MIB + PAGE).arena_size(2 * MIB).build().unwrap();
     let joined =
         joining(&Device::soft()).access(Access::empty()).join(pool.export().unwrap()).unwrap();
-    assert!(joined.ptr_at(0, 2 * MIB).is_some() && joined.ptr_at(2 * MIB, 2 * MIB).is_some());
+    // Arenas are two apart.
+    assert!(joined.ptr_at(0, 2 * MIB).is_some() && joined.ptr_at(4 * MIB, 2 * MIB).is_some());
     let bad = [
         (0, 2 * MIB + 1),
         (2 * MIB - 1, 2),
-        (4 * MIB, PAGE + 1),
-        (4 * MIB + PAGE, 0),
-        (6 * MIB, 1),
+        (2 * MIB, 1),
+        (4 * MIB - 1, 1),
+        (8 * MIB, PAGE + 1),
+        (8 * MIB + PAGE, 0),
+        (12 * MIB, 1),
         (usize::MAX, 1),
         (usize::MAX, 0),
         (1, usize::MAX),
@@ -121,7 +124,7 @@ fn places_outside_or_across_arenas_are_none() {
     assert!(joined.sge_at(2 * MIB - 1, 2).is_none());
     assert!(joined.remote_at(0, 1).is_none(), "no remote right was asked for");
     let first = joined.arenas()[0].addr.as_ptr();
-    for ptr in [first.wrapping_sub(1), std::ptr::null_mut(), first.wrapping_add(4 * MIB + PAGE)] {
+    for ptr in [first.wrapping_sub(1), std::ptr::null_mut(), first.wrapping_add(8 * MIB + PAGE)] {
         assert!(joined.keys_of(ptr).is_none() && joined.offset_of(ptr).is_none());
         assert!(pool.offset_of(ptr).is_none());
     }
@@ -184,12 +187,8 @@ fn what_does_not_fit_is_refused_and_leaves_nothing() {
         let e = refused(PoolExport::new(layout.clone(), files(n)));
         assert!(matches!(e, ExportError::Files { arenas: 2, files } if files == n), "{e}");
     }
-    let larger: ExportLayout = layout
-        .to_string()
-        .replace("1048576+1048576", "2097152+2097152")
-        .replace(" 1048576 ", " 2097152 ")
-        .parse()
-        .unwrap();
+    let larger: ExportLayout =
+        layout.to_string().replace("2097152+1048576", "2097152+2097152").parse().unwrap();
     let e = refused(PoolExport::new(larger, files(2)));
     assert!(matches!(e, ExportError::OtherFile { arena: 1, found: 0x10_0000, .. }), "{e}");
     // Whatever a layout says, it is an error, and not an end of memory.
@@ -256,15 +255,15 @@ fn arenas_that_are_no_longer_there_leave_gaps() {
     let pool = shared(3 * MIB).arena_size(MIB).build().unwrap();
     let share = pool.export().unwrap();
     let layout: ExportLayout =
-        "pinpool-share-1 1048576 0+1048576/4096 2097152+1048576/4096".parse().unwrap();
+        "pinpool-share-1 2097152 0+1048576/4096 4194304+1048576/4096".parse().unwrap();
     let files = [0, 2].map(|i| share.files()[i].try_clone().unwrap());
     let joined = joining(&Device::soft()).join(PoolExport::new(layout, files.into())).unwrap();
     let mut bufs: Vec<_> = std::iter::from_fn(|| pool.alloc(PAGE).ok()).collect();
     for buf in &bufs {
         let offset = pool.offset_of(buf.as_ptr()).unwrap();
-        assert_eq!(joined.ptr_at(offset, PAGE).is_some(), !(MIB..2 * MIB).contains(&offset));
+        assert_eq!(joined.ptr_at(offset, PAGE).is_some(), !(2 * MIB..3 * MIB).contains(&offset));
     }
-    let behind = |buf: &&mut pinpool::Buf| pool.offset_of(buf.as_ptr()) >= Some(2 * MIB);
+    let behind = |buf: &&mut pinpool::Buf| pool.offset_of(buf.as_ptr()) >= Some(4 * MIB);
     let last = bufs.iter_mut().find(behind).unwrap();
     last.fill(3);
     let p = joined.ptr_at(pool.offset_of(last.as_ptr()).unwrap(), PAGE).unwrap();

@@ -137,7 +137,9 @@ fn zero_based_addresses_are_offsets_on_both_sides() {
     pair.reset().expect("reset");
     // SAFETY: as above.
     let e = unsafe { pair.write(a.sge(a.addr(), 8), 0, rkey) }.expect_err("by local address");
-    assert_eq!(e.status(), Some(Status::LOC_PROT_ERR), "{e}");
+    // rxe flushes it on later kernels (6.12): the pair is fresh, so it is this request's own error.
+    let refused = [Status::LOC_PROT_ERR, Status::WR_FLUSH_ERR].map(Some);
+    assert!(refused.contains(&e.status()), "{e}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod model;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let (words, rest) = bytes.as_chunks::<8>();
-    let colouring = rest.len() % 2 == 1;
-    model::Model::run(words.iter().map(|w| u64::from_le_bytes(*w)), colouring);
+    // Without a word more, a pool without guards.
+    let shape = model::Shape::from_word(rest.first().copied().unwrap_or(0));
+    model::Model::run(words.iter().map(|w| u64::from_le_bytes(*w)), shape);
 });

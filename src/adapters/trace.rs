@@ -53,6 +53,16 @@ pub fn trace_event(event: &Event<'_>) {
                 max_capacity = books.max_capacity, largest_free = books.largest_free, waiting = books.waiting,
                 "allocs were refused");
         }
+        Event::WrittenAfterFree(damage) => {
+            error!(target: TARGET, kind, %damage, "somebody wrote to memory that nobody had");
+        }
+        Event::WrittenBeyondEnd(damage) => {
+            error!(target: TARGET, kind, %damage, "somebody wrote beyond the end of a buffer");
+        }
+        Event::StillOut(out) => {
+            warn!(target: TARGET, kind, buffers = out.buffers, bytes = out.bytes, in_flight = out.in_flight, %out,
+                "the last handle goes while buffers are out");
+        }
         Event::TakenDown { arenas, bytes } => {
             debug!(target: TARGET, kind, arenas, bytes, "the arenas were taken down");
         }

@@ -60,7 +60,8 @@ impl Arenas {
         };
         let info = device.info();
         let lens: Vec<usize> = self.list.iter().map(|a| a.len).collect();
-        if let Some(error) = config::refuse_device(&info, &lens, self.plan.stride) {
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        if let Some(error) = config::refuse_device(&info, &lens, longest) {
             return Err(AddError::Refused(error));
         }
         self.rails[rail] = Some(Rail { device: device.clone(), info });

@@ -278,7 +278,14 @@ impl Given {
             return Err(BuildError::CapacityTooLarge { asked, max: MOST });
         }
         Ok((
-            Layout { capacity, stride, arenas, more: Vec::new(), page_sizes: self.pages },
+            Layout {
+                capacity,
+                arena: stride,
+                stride,
+                arenas,
+                more: Vec::new(),
+                page_sizes: self.pages,
+            },
             found,
             self.memory,
             fixed,

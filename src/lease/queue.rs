@@ -187,12 +187,13 @@ const REPORT_EVERY: u64 = 16;
 const BINDING: &str = "binding a memory window";
 const INVALIDATING: &str = "invalidating a memory window";
 
-static LEAKED: AtomicU64 = AtomicU64::new(0);
+/// They are kept here, so that what is lost stays in sight, of leak checkers too.
+static KEPT_OUT: Mutex<Vec<Buf>> = Mutex::new(Vec::new());
 
 /// Buffers of this process that are kept out of use for ever, because a device would neither invalidate
 /// their lease nor take its window back. Anything but 0 is a driver's fault worth reporting.
 pub fn leaked() -> u64 {
-    LEAKED.load(Relaxed)
+    KEPT_OUT.lock().len() as u64
 }
 
 impl LeaseQp {
@@ -605,8 +606,7 @@ impl Inner {
 /// Keeps a buffer out of use for ever: a peer may still reach it. Its pool counts it as live, and so never
 /// deregisters its arena.
 pub(super) fn keep_out<R>(buf: Buf<R>) {
-    LEAKED.fetch_add(1, Relaxed);
-    mem::forget(buf);
+    KEPT_OUT.lock().push(buf.reached());
 }
 
 // --- closing ---------------------------------------------------------------------------------------

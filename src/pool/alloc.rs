@@ -1,6 +1,7 @@
 //! The slow path of alloc: depot, slabs, and calling back what lies in caches, in this order.
 
 use std::{
+    panic::Location,
     sync::{
         Arc,
         atomic::{
@@ -16,6 +17,7 @@ use crate::{
     config::{self, Event},
     depot::Magazine,
     error::{AllocError, Exhausted},
+    guard::Caller,
     lock::Mutex,
     magazine::Local,
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, SPAN_CLASS},
@@ -66,41 +68,64 @@ impl Refused {
 impl Core {
     /// Everything that the magazine at hand could not serve: any length, any alignment. For why it failed,
     /// see [`refusal`](Core::refusal). A share's reserve is left alone while it is known to be dry.
+    #[track_caller]
     pub(crate) fn alloc_slow(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
+        self.alloc_slow_by(len, align, Location::caller())
+    }
+
+    /// The same for `caller`.
+    pub(super) fn alloc_slow_by(
+        &self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
         match &self.beyond {
-            None => self.search(len, align),
-            Some(beyond) => beyond.unless_dry(len, align, || self.search(len, align)),
+            None => self.search(len, align, caller),
+            Some(beyond) => beyond.unless_dry(len, align, || self.search(len, align, caller)),
         }
     }
 
     /// All of this heap, caches included.
-    pub(super) fn search(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
-        self.search_by(len, align, true)
+    pub(super) fn search(
+        &self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
+        self.search_by(len, align, true, caller)
     }
 
     /// The same, but nothing while others wait: no waker is called.
+    #[track_caller]
     pub(super) fn alloc_quietly(&self, len: usize, align: usize) -> Option<(Entry, usize)> {
-        self.search_by(len, align, false)
+        self.search_by(len, align, false, Location::caller())
     }
 
-    fn search_by(&self, len: usize, align: usize, passing: bool) -> Option<(Entry, usize)> {
+    fn search_by(
+        &self,
+        len: usize,
+        align: usize,
+        passing: bool,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
         if self.foreign() || self.out_of_range(len, align).is_some() {
             return None;
         }
         let need = self.need(len, align);
         if self.waiters.any() {
             self.depot.count_miss(need.class);
-            return self.alloc_shared(&need, passing);
+            return self.alloc_rest(&need, passing, caller);
         }
         let class = need.class;
         let cached = if class < CLASSES {
-            self.alloc_cached(class)
+            self.alloc_cached(class).inspect(|&entry| self.show_block(entry, class))
         } else {
             self.depot.count_miss(class);
             self.consolidate(len);
             None
         };
-        cached.map(|e| (e, class)).or_else(|| self.alloc_shared(&need, passing))
+        cached.map(|e| (e, class)).or_else(|| self.alloc_rest(&need, passing, caller))
     }
 
     /// What no pool like this one can ever serve.
@@ -207,7 +232,7 @@ impl Core {
     /// Straight from the slabs, and if they are dry after calling back what lies in caches.
     ///
     /// While others wait: in fair dealing with them, or not at all.
-    fn alloc_shared(&self, need: &Need, passing: bool) -> Option<(Entry, usize)> {
+    pub(super) fn alloc_shared(&self, need: &Need, passing: bool) -> Option<(Entry, usize)> {
         // Threads that allocate meanwhile may take what was called back; try again while anything is
         // found, but not for ever.
         for _ in 0..64 {
@@ -231,7 +256,7 @@ impl Core {
             }
             // Nothing in the caches means nothing at all only if no other thread emptied them between
             // the look at the slabs and the look at the caches.
-            if !self.call_back() && self.recalls.load(Acquire) == recalls {
+            if !self.reclaim(need.len) && self.recalls.load(Acquire) == recalls {
                 return None;
             }
             self.scarce.store(SCARCE_REFILLS, Relaxed);
@@ -242,12 +267,24 @@ impl Core {
     /// Before a run of `bytes` is cut: calls caches back if it is time to.
     pub(super) fn consolidate(&self, bytes: usize) {
         if self.slabs.consolidation_due(bytes) {
-            self.call_back();
+            self.empty_caches();
         }
     }
 
-    /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
+    /// Empties the caches into the slabs, and the quarantine. False if there was nothing.
     pub(super) fn call_back(&self) -> bool {
+        let cached = self.empty_caches();
+        self.empty_quarantine() || cached
+    }
+
+    /// The same for an alloc of `bytes`: of the quarantine, the oldest part alone.
+    fn reclaim(&self, bytes: usize) -> bool {
+        let cached = self.empty_caches();
+        self.give_way(bytes) || cached
+    }
+
+    /// Empties the depot and every thread's magazines into the slabs. False if there was nothing.
+    pub(super) fn empty_caches(&self) -> bool {
         self.slabs.consolidated();
         let registry = self.registry.lock();
         self.drain_caches(&registry.locals, false)

@@ -6,12 +6,12 @@ use super::{Core, family::Heaps};
 use crate::{
     magazine::Local,
     size_class::CLASSES,
-    stats::{AccessStats, ArenaStats, Books, Counted, ShareStats, Stats, WaitCounts},
+    stats::{AccessStats, ArenaStats, Books, Cached, Counted, ShareStats, Stats, WaitCounts},
 };
 
 impl Core {
-    /// Blocks in magazines and depot, by class.
-    pub(super) fn cached(&self) -> [usize; CLASSES + 1] {
+    /// Blocks in magazines and depot, and in quarantine.
+    pub(super) fn cached(&self) -> Cached {
         let mut sum = [0; CLASSES + 1];
         let registry = self.registry.lock();
         // Held until the depot is counted too: no magazine moves meanwhile.
@@ -22,7 +22,10 @@ impl Core {
         for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
             *sum += self.depot.blocks(class);
         }
-        sum
+        let Some(guard) = &self.guard else { return Cached { blocks: sum, span_bytes: 0 } };
+        let quarantine = guard.quarantine.lock();
+        sum.iter_mut().zip(quarantine.counts()).for_each(|(sum, n)| *sum += n);
+        Cached { blocks: sum, span_bytes: quarantine.span_bytes() }
     }
 
     /// Of this heap alone.
@@ -30,7 +33,7 @@ impl Core {
         let caches = |class| self.depot.counted(class);
         let mut stats = if self.foreign() {
             // Locks may have been held by threads that this process does not have.
-            let cached = &[0; CLASSES + 1];
+            let cached = &Cached::default();
             let counted = Counted { cached, caches: &caches, waits: &|_| WaitCounts::default() };
             Stats::new(&self.slabs.counts_at_fork(), &counted)
         } else {
@@ -49,6 +52,7 @@ impl Core {
         }
         self.grower.count_into(&mut stats);
         stats.table_bytes += self.depot.table_bytes();
+        stats.guards = self.guard_stats();
         stats
     }
 }

@@ -41,6 +41,7 @@ impl<R> Class<R> {
     /// # Errors
     /// As [`Pool::alloc`], of this class's arenas.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         self.heap.alloc(len)
     }
@@ -49,6 +50,7 @@ impl<R> Class<R> {
     ///
     /// # Errors
     /// As [`alloc`](Class::alloc).
+    #[track_caller]
     pub fn alloc_zeroed(&self, len: usize) -> Result<Buf<R>, AllocError> {
         self.heap.alloc_zeroed(len)
     }
@@ -57,6 +59,7 @@ impl<R> Class<R> {
     ///
     /// # Errors
     /// As [`Pool::alloc_layout`].
+    #[track_caller]
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf<R>, AllocError> {
         self.heap.alloc_layout(layout)
     }
@@ -65,6 +68,7 @@ impl<R> Class<R> {
     ///
     /// # Errors
     /// As [`Pool::alloc_many`].
+    #[track_caller]
     pub fn alloc_many(
         &self,
         batch: &mut Batch<R>,
@@ -79,6 +83,7 @@ impl<R> Class<R> {
     ///
     /// # Errors
     /// As [`Pool::alloc_wait`].
+    #[track_caller]
     pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
         self.heap.alloc_wait(len, timeout)
     }
@@ -87,6 +92,7 @@ impl<R> Class<R> {
     ///
     /// # Errors
     /// As [`Pool::alloc_async`].
+    #[track_caller]
     pub fn alloc_async(&self, len: usize) -> AllocFuture<'_, R> {
         self.heap.alloc_async(len)
     }
@@ -160,6 +166,7 @@ impl<R> Pool<R> {
     /// As [`alloc`](Pool::alloc), of that class's arenas; [`AllocError::OtherPool`] if the class is one of
     /// another pool.
     #[inline]
+    #[track_caller]
     pub fn alloc_in<C>(&self, class: &Class<C>, len: usize) -> Result<Buf<C>, AllocError> {
         if class.root != self.inner.core.as_ptr() as usize && !self.has(class) {
             return Err(AllocError::OtherPool);

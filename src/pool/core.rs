@@ -21,6 +21,7 @@ use super::{
     Family, PoolRef,
     alloc::Refused,
     grow::Grower,
+    guarded::Guarded,
     posted::Posts,
     rails::Shown,
     share::Beyond,
@@ -30,9 +31,10 @@ use crate::{
     access::{Access, Keys, PackedKeys},
     arena::{ArenaInfo, Arenas},
     bell::Bell,
-    config::{Plan, Range},
+    config::{EventHook, Memory, Plan, Range, Watch},
     depot::{Depot, Limits},
     error::{BuildError, FreeError},
+    guard::Guard,
     lock::{Mutex, MutexGuard},
     magazine::{Local, Place},
     outs::Outs,
@@ -62,6 +64,9 @@ pub(crate) struct Core {
     /// Applied to what that leaves: all ones, or an arena's offset mask.
     pub(super) wire_mask: u64,
     pub(crate) remote: bool,
+    /// What of a block's packed keys its users may see: without the rkey, if peers may do nothing.
+    #[cfg(feature = "capi")]
+    pub(super) keys_mask: u64,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`, and nobody wants
     /// hits counted).
     pub(super) gated: bool,
@@ -102,6 +107,8 @@ pub(crate) struct Core {
     /// Keys by device, if there is more than one to be asked for.
     pub(super) rails: Option<RailTable>,
     pub(super) grower: Grower,
+    /// If buffers are watched; the pool then has no gates.
+    pub(super) guard: Guarded,
     pub(super) slot: Slot,
 }
 
@@ -125,6 +132,8 @@ struct Parts {
     reserved: usize,
     rails: Option<RailTable>,
     grower: Grower,
+    watch: Watch,
+    hook: Option<EventHook>,
 }
 
 impl Core {
@@ -145,6 +154,8 @@ impl Core {
         let grower = Grower::new(&plan, bell.clone());
         let table = rails.then(|| RailTable::new(plan.slots()));
         let mapping = plan.mapping.clone();
+        let (watch, hook) = (plan.watch, plan.hook.clone());
+        let fresh = matches!(plan.memory, Memory::Mapped(_));
         let arenas = Arenas::build(plan)?;
         // Changed under locks later on, so made as they are then.
         let _own = reentry::enter();
@@ -192,10 +203,13 @@ impl Core {
                 reserved: parts.iter().map(|(.., (.., slabs))| slabs.capacity()).sum(),
                 rails: table,
                 grower,
+                watch,
+                hook: hook.clone(),
             },
             family,
         );
         for standing in arenas.standing() {
+            class.prepare_guarded(standing.offset, standing.len, fresh);
             class.publish(&standing);
         }
         if let Some(table) = &class.rails {
@@ -225,6 +239,8 @@ impl Core {
                 reserved: 0,
                 rails: None,
                 grower: Grower::none(),
+                watch,
+                hook: hook.clone(),
             };
             cores.push(Self::new(share, family));
         }
@@ -242,7 +258,8 @@ impl Core {
 
     fn new(parts: Parts, family: &Arc<Family>) -> Arc<Self> {
         let Parts { name, access, wire_base, wire_mask, tokens, outs, slabs, beyond, .. } = parts;
-        let slot = Slot::take();
+        let watched = parts.watch.any();
+        let slot = if watched { Slot::none() } else { Slot::take() };
         static IDS: AtomicU64 = AtomicU64::new(1);
         Arc::new_cyclic(|own| Self {
             own: own.clone(),
@@ -250,9 +267,12 @@ impl Core {
             wire_base,
             wire_mask,
             remote: access.is_remote(),
+            #[cfg(feature = "capi")]
+            keys_mask: if access.is_remote() { u64::MAX } else { u32::MAX.into() },
             gated: parts.gated,
             access,
-            odd: AtomicUsize::new(0),
+            // What a guarded buffer's layout says is never all there is to know.
+            odd: AtomicUsize::new(usize::from(watched)),
             id: IDS.fetch_add(1, Relaxed),
             generation: fork::generation(),
             process: limits::process_id(),
@@ -278,6 +298,7 @@ impl Core {
             shown: Mutex::new(Shown::default()),
             rails: parts.rails,
             grower: parts.grower,
+            guard: watched.then(|| Arc::new(Guard::new(parts.watch, parts.hook))),
             arenas: Mutex::new(None),
             slot,
         })

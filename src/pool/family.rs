@@ -125,6 +125,7 @@ impl Family {
             return Closed { left: None, cores };
         }
         cores.iter().for_each(|c| c.close_caches());
+        super::leaks::tell_still_out(&cores);
         let (mut sum, mut all) = (Leftover::default(), true);
         for core in &cores {
             match core.close() {

@@ -43,11 +43,20 @@ impl Core {
             return None;
         }
         // A child owns none of this; its copy of the books just keeps the block.
-        if this.foreign() || (class < CLASSES && this.free_cached(entry, class)) {
+        if this.foreign() {
+            return None;
+        }
+        this.hide_block(entry, class);
+        if class < CLASSES && this.free_cached(entry, class) {
             return None;
         }
         // SAFETY: as above. From the next line on another thread may be the one that ends the pool.
         let core = unsafe { Self::keep(core) };
+        if let Some(guard) = &core.guard
+            && core.take_in(guard, entry, class)
+        {
+            return Some(core);
+        }
         core.stir();
         if core.slabs.give(std::iter::once(entry.ptr)) == Given::Last {
             core.drained();

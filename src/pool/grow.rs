@@ -29,7 +29,6 @@ use crate::{
     bell::Bell,
     config::{self, Event, EventHook, Plan},
     error::BuildError,
-    size_class::{self, CLASSES},
     stats::Stats,
     sys::signals,
 };
@@ -302,21 +301,17 @@ impl Core {
         if idle >= watermark {
             return false;
         }
-        let cached: usize = self.cached_bytes();
+        // What is in quarantine stays there: that is what it is for, and the pool may grow.
+        let cached = self.cached().bytes() - self.guard_stats().quarantined;
         if idle + cached < watermark {
             return true;
         }
         if idle < watermark.div_ceil(2) {
             // It is in caches, where a look at the slabs does not see it go. At least half of the watermark
             // went there since this was done last.
-            self.call_back();
+            self.empty_caches();
         }
         false
-    }
-
-    fn cached_bytes(&self) -> usize {
-        let cached = self.cached();
-        (0..CLASSES).map(|class| cached[class] * size_class::size_of(class)).sum()
     }
 
     fn grow_while_short(&self, clock: &mut Clock, now: Duration, later: &mut Vec<Later>) {
@@ -341,6 +336,7 @@ impl Core {
             match grown {
                 Ok(Some(standing)) => {
                     self.slabs.prepare_arena(standing.offset, standing.len);
+                    self.prepare_guarded(standing.offset, standing.len, true);
                     self.publish(&standing);
                     self.slabs.add_arena(standing.offset, standing.len);
                     self.depot.limits.follow(self.slabs.capacity());
@@ -402,7 +398,7 @@ impl Core {
         let least = keep.saturating_add(shortest);
         let idle = self.slabs.idle();
         // Blocks in caches keep an arena, or hide that there is enough without it.
-        if (idle < least || slots.iter().any(|s| s.2)) && idle + self.cached_bytes() >= least {
+        if (idle < least || slots.iter().any(|s| s.2)) && idle + self.cached().bytes() >= least {
             self.call_back();
         }
         let mut idle = self.slabs.idle();
@@ -437,6 +433,7 @@ impl Core {
         let Some(arenas) = guard.as_mut() else { return false };
         // From here on no block of it can be had.
         let Some(offset) = self.slabs.remove_arena(slot) else { return false };
+        self.forget_guarded(offset, len);
         self.depot.limits.follow(self.slabs.capacity());
         self.slabs.map().unpublish(offset);
         let mut told = Vec::new();

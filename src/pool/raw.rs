@@ -52,8 +52,12 @@ impl PoolRef {
     /// the pool has none.
     #[cfg_attr(not(any(feature = "allocator-api2", feature = "nightly")), allow(dead_code))]
     #[inline(always)]
+    #[track_caller]
     pub(crate) fn take(self, layout: Layout) -> Option<(NonNull<u8>, usize)> {
-        self.take_cached(layout).or_else(|| Self::take_slow(self, layout))
+        match self.take_cached(layout) {
+            None => Self::take_slow(self, layout),
+            got => got,
+        }
     }
 
     /// The same, from this thread's loaded magazine alone.
@@ -71,8 +75,12 @@ impl PoolRef {
     #[cold]
     #[inline(never)]
     #[cfg_attr(not(any(feature = "allocator-api2", feature = "nightly")), allow(dead_code))]
+    #[track_caller]
     fn take_slow(self, layout: Layout) -> Option<(NonNull<u8>, usize)> {
-        self.take_previous(layout).or_else(|| self.take_shared(layout, false))
+        match self.take_previous(layout) {
+            None => self.take_shared(layout, false),
+            got => got,
+        }
     }
 
     /// The same, from this thread's previous magazine alone.
@@ -91,6 +99,7 @@ impl PoolRef {
 
     /// The same, from wherever there is a block, once this thread's magazines have none. Quietly: if nobody
     /// waits for one, and without waking anybody, for that runs code of theirs.
+    #[track_caller]
     pub(crate) fn take_shared(self, layout: Layout, quietly: bool) -> Option<(NonNull<u8>, usize)> {
         // SAFETY: whoever holds the reference holds a handle, so the core is alive.
         let core = unsafe { self.core.as_ref() };
@@ -108,7 +117,7 @@ impl PoolRef {
         if is_odd(class, layout) {
             core.odd.fetch_add(1, Relaxed);
         }
-        Some((entry.ptr, usable(class, core.slabs.block_len(entry.ptr, class), layout)))
+        Some((entry.ptr, usable(class, core.usable_len(entry.ptr, class), layout)))
     }
 
     /// Gives a block back. A size of 0 stands for no block, and does nothing.
@@ -268,6 +277,7 @@ impl PoolRef {
             (true, false) => _ = core.odd.fetch_sub(1, Relaxed),
             _ => {}
         }
+        let len = core.resize_out(ptr, class, new.size());
         Some(usable(class, len, new))
     }
 }

@@ -1,13 +1,14 @@
 //! The fast path of alloc: a reference to a pool and a gate, one magazine, one handle; and the door to the
 //! slow path, which answers in registers.
 
-use std::ptr::NonNull;
+use std::{panic::Location, ptr::NonNull};
 
 use super::Core;
 use crate::{
     access::PackedKeys,
     buf::Buf,
     error::AllocError,
+    guard::Caller,
     magazine::{Place, ThreadGate},
     size_class::{self, MAX_BLOCK},
     slab::Entry,
@@ -25,6 +26,7 @@ impl PoolRef {
     /// Allocates through `gate`, which is this thread's for this pool. Whoever holds the reference holds
     /// a handle too. Everything is passed by value, so that a caller's handle can stay in registers.
     #[inline(always)]
+    #[track_caller]
     pub(crate) fn alloc<R>(
         self,
         gate: *const ThreadGate,
@@ -54,6 +56,7 @@ impl PoolRef {
     }
 
     /// The slow path alone, for callers that have been at the magazine already.
+    #[track_caller]
     pub(crate) fn alloc_uncached<R>(self, len: usize, align: usize) -> Result<Buf<R>, AllocError> {
         // SAFETY: as in `alloc_slow`.
         let core = unsafe { self.core.as_ref() };
@@ -66,7 +69,13 @@ impl PoolRef {
     /// The magazine had none.
     #[cold]
     #[inline(never)]
+    #[track_caller]
     pub(super) fn alloc_slow(core: NonNull<Core>, len: usize) -> Answer {
+        Self::alloc_slow_by(core, len, Location::caller())
+    }
+
+    #[inline(always)]
+    pub(super) fn alloc_slow_by(core: NonNull<Core>, len: usize, caller: Caller) -> Answer {
         // SAFETY: the caller of `alloc` has a handle, so the core is alive.
         let core = unsafe { core.as_ref() };
         if len.wrapping_sub(1) < MAX_BLOCK {
@@ -77,7 +86,7 @@ impl PoolRef {
                 return Answer::new(entry, class, false);
             }
         }
-        let got = core.alloc_slow(len, 1);
+        let got = core.alloc_slow_by(len, 1, caller);
         got.map_or(Answer::NONE, |(entry, class)| Answer::new(entry, class, false))
     }
 

@@ -4,6 +4,7 @@
 use std::{
     fmt,
     ops::Range,
+    panic::Location,
     ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
@@ -14,6 +15,7 @@ use crate::{
     buf::Buf,
     drought::Drought,
     error::AllocError,
+    guard::Caller,
     magazine::Place,
     reach::Any,
     size_class::{self, MIN_BLOCK},
@@ -97,11 +99,13 @@ impl Core {
     /// What a share does when its reserve gave nothing: takes from the unreserved memory of its class, and
     /// before it gives up, makes sure that both were empty at one moment. Says whether the block is of the
     /// unreserved memory, too.
+    #[track_caller]
     fn alloc_beyond(&self, len: usize, align: usize) -> Option<(Entry, usize, bool)> {
+        let caller = Location::caller();
         let beyond = self.beyond.as_ref().filter(|_| !self.foreign())?;
         let mut before = None;
         for _ in 0..TURNS {
-            if let Some((entry, class)) = beyond.class.find(len, align) {
+            if let Some((entry, class)) = beyond.class.find_by(len, align, caller) {
                 return Some((entry, class, true));
             }
             // The reserve was searched after `before` was seen, the rest has been since: if nothing
@@ -111,7 +115,7 @@ impl Core {
                 break;
             }
             before = Some(now);
-            if let Some((entry, class)) = self.search(len, align) {
+            if let Some((entry, class)) = self.search(len, align, caller) {
                 return Some((entry, class, false));
             }
         }
@@ -124,6 +128,7 @@ impl PoolRef {
     /// A share's slow path: the rest of its reserve, then beyond.
     #[cold]
     #[inline(never)]
+    #[track_caller]
     fn share_slow(core: NonNull<Core>, len: usize) -> Answer {
         let answer = Self::alloc_slow(core, len);
         if answer.get().is_some() {
@@ -134,18 +139,24 @@ impl PoolRef {
         got.map_or(Answer::NONE, |(entry, class, beyond)| Answer::new(entry, class, beyond))
     }
 
-    /// A block of this heap, by all ways there are.
-    pub(super) fn find(self, len: usize, align: usize) -> Option<(Entry, usize)> {
+    /// A block of this heap for `caller`, by all ways there are.
+    pub(super) fn find_by(
+        self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Option<(Entry, usize)> {
         if align <= MIN_BLOCK {
             let class = size_class::class_of(len);
             let cached = self.cached(thread::gate_at(self.slot_offset), Place::of(class), len);
-            return cached.map(|entry| (entry, class)).or_else(|| {
-                let slow = Self::alloc_slow(self.core, len).get()?;
-                Some((slow.entry, slow.place.class()))
-            });
+            if let Some(entry) = cached {
+                return Some((entry, class));
+            }
+            let slow = Self::alloc_slow_by(self.core, len, caller).get()?;
+            return Some((slow.entry, slow.place.class()));
         }
         // SAFETY: a class's core outlives its shares', one of which the caller has.
-        unsafe { self.core.as_ref() }.alloc_slow(len, align)
+        unsafe { self.core.as_ref() }.alloc_slow_by(len, align, caller)
     }
 }
 
@@ -182,6 +193,7 @@ impl<R> Share<R> {
     /// As [`Pool::alloc`]: [`AllocError::Exhausted`] when neither the reserve nor the unreserved memory has
     /// anything left, with the books of both.
     #[inline]
+    #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let inner = self.reserve.inner();
         let (mut home, mut place) = (inner, Place::of(size_class::class_of(len)));
@@ -204,6 +216,7 @@ impl<R> Share<R> {
     ///
     /// # Errors
     /// As [`alloc`](Share::alloc).
+    #[track_caller]
     pub fn alloc_zeroed(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let mut buf = self.alloc(len)?;
         buf.fill(0);
@@ -214,6 +227,7 @@ impl<R> Share<R> {
     ///
     /// # Errors
     /// As [`alloc`](Share::alloc), and [`AllocError::Alignment`].
+    #[track_caller]
     pub fn alloc_layout(&self, layout: std::alloc::Layout) -> Result<Buf<R>, AllocError> {
         let (len, align) = (layout.size(), layout.align());
         if align <= MIN_BLOCK {
@@ -237,6 +251,7 @@ impl<R> Share<R> {
     ///
     /// # Errors
     /// As [`Pool::alloc_many`].
+    #[track_caller]
     pub fn alloc_many(
         &self,
         batch: &mut Batch<R>,

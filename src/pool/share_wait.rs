@@ -4,6 +4,7 @@
 
 use std::{
     fmt,
+    panic::Location,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, Waker},
@@ -15,7 +16,9 @@ use super::{
     Core, PoolRef, Share,
     wait::{Block, Turn, Unpark},
 };
-use crate::{buf::Buf, error::AllocError, magazine::Place, reach::Any, size_class::MIN_BLOCK};
+use crate::{
+    buf::Buf, error::AllocError, guard::Caller, magazine::Place, reach::Any, size_class::MIN_BLOCK,
+};
 
 /// A place in one line or both: none in that of a heap which can never serve the request, for there it would
 /// be waited for by all that come later.
@@ -31,21 +34,23 @@ impl<R> Share<R> {
     ///
     /// # Errors
     /// As [`Pool::alloc_wait`](crate::Pool::alloc_wait).
+    #[track_caller]
     pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
-        self.wait(len, 1, timeout)
+        self.wait(len, 1, timeout, Location::caller())
     }
 
     /// As [`alloc_wait`](Share::alloc_wait), for a layout: of its size, at a multiple of its alignment.
     ///
     /// # Errors
     /// As [`alloc_wait`](Share::alloc_wait), and [`AllocError::Alignment`].
+    #[track_caller]
     pub fn alloc_layout_wait(
         &self,
         layout: std::alloc::Layout,
         timeout: Duration,
     ) -> Result<Buf<R>, AllocError> {
         let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        self.wait(layout.size(), align, timeout)
+        self.wait(layout.size(), align, timeout, Location::caller())
     }
 
     /// Allocates a buffer of `len` bytes as a future, on any runtime; see
@@ -53,17 +58,27 @@ impl<R> Share<R> {
     ///
     /// # Errors
     /// As [`alloc_wait`](Share::alloc_wait), but it never times out: drop it for that.
+    #[track_caller]
     pub fn alloc_async(&self, len: usize) -> ShareFuture<'_, R> {
-        ShareFuture { share: self, len, align: 1, turns: None }
+        ShareFuture { share: self, len, align: 1, turns: None, caller: Location::caller() }
     }
 
     /// As [`alloc_async`](Share::alloc_async), for a layout.
+    #[track_caller]
     pub fn alloc_layout_async(&self, layout: std::alloc::Layout) -> ShareFuture<'_, R> {
         let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        ShareFuture { share: self, len: layout.size(), align, turns: None }
+        let caller = Location::caller();
+        ShareFuture { share: self, len: layout.size(), align, turns: None, caller }
     }
 
-    fn buf(home: PoolRef, (entry, class): Block, len: usize) -> Buf<R> {
+    /// The handle of a block that was waited for.
+    fn buf(home: PoolRef, block: Block, len: usize, caller: Caller) -> Buf<R> {
+        // SAFETY: a heap of this share's, which the caller has a handle of.
+        unsafe { home.core.as_ref() }.hand_out(block, len, caller);
+        Self::made(home, block, len)
+    }
+
+    fn made(home: PoolRef, (entry, class): Block, len: usize) -> Buf<R> {
         Buf::new(home, entry, len, Place::of(class))
     }
 
@@ -73,16 +88,21 @@ impl<R> Share<R> {
     }
 
     /// Tries without waiting, but behind those who wait. An error is final.
-    fn try_first(&self, len: usize, align: usize) -> Result<Option<Buf<R>>, AllocError> {
+    fn try_first(
+        &self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Result<Option<Buf<R>>, AllocError> {
         let (core, class) = (self.core(), self.class());
         if core.foreign() || core.out_of_range(len, align).is_some() {
             return Err(core.refusal(len, align));
         }
         for heap in [core, class] {
             if !heap.waiters.any()
-                && let Some(block) = heap.reference().find(len, align)
+                && let Some(block) = heap.reference().find_by(len, align, caller)
             {
-                return Ok(Some(Self::buf(heap.reference(), block, len)));
+                return Ok(Some(Self::made(heap.reference(), block, len)));
             }
         }
         Ok(None)
@@ -107,7 +127,13 @@ impl<R> Share<R> {
     }
 
     /// What one of the lines has assigned, having left the other.
-    fn poll_turns(&self, turns: &mut Turns, waker: &Waker, len: usize) -> Option<Buf<R>> {
+    fn poll_turns(
+        &self,
+        turns: &mut Turns,
+        waker: &Waker,
+        len: usize,
+        caller: Caller,
+    ) -> Option<Buf<R>> {
         let (core, class) = (self.core(), self.class());
         for heap in [core, class] {
             let own = std::ptr::eq(heap, core);
@@ -116,7 +142,7 @@ impl<R> Share<R> {
             let Some(block) = block else { continue };
             self.end(turns);
             // Before anything else: the other line's block is not this request's to lose.
-            let buf = Self::buf(heap.reference(), block, len);
+            let buf = Self::buf(heap.reference(), block, len, caller);
             let other = if own { turns.unreserved.take() } else { turns.reserve.take() };
             if let Some(other) = other {
                 let there = if own { class } else { core };
@@ -158,16 +184,22 @@ impl<R> Share<R> {
 
     #[cold]
     #[inline(never)]
-    fn wait(&self, len: usize, align: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
+    fn wait(
+        &self,
+        len: usize,
+        align: usize,
+        timeout: Duration,
+        caller: Caller,
+    ) -> Result<Buf<R>, AllocError> {
         // None is later than any clock here goes.
         let deadline = Instant::now().checked_add(timeout);
-        if let Some(buf) = self.try_first(len, align)? {
+        if let Some(buf) = self.try_first(len, align, caller)? {
             return Ok(buf);
         }
         let waker = Waker::from(Arc::new(Unpark(thread::current())));
         let mut turns = self.enter(len, align, &waker);
         loop {
-            if let Some(buf) = self.poll_turns(&mut turns, &waker, len) {
+            if let Some(buf) = self.poll_turns(&mut turns, &waker, len, caller) {
                 return Ok(buf);
             }
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
@@ -180,7 +212,7 @@ impl<R> Share<R> {
         let core = self.core();
         let waited = self.end(&turns);
         match self.leave(&mut turns) {
-            Ok((home, block)) => Ok(Self::buf(home, block, len)),
+            Ok((home, block)) => Ok(Self::buf(home, block, len, caller)),
             Err(ahead) => {
                 let class = core.class_for(len, align);
                 Err(AllocError::TimedOut { waited, ahead, books: core.refuse(len, class) })
@@ -197,6 +229,7 @@ pub struct ShareFuture<'a, R = Any> {
     align: usize,
     /// Its places in the lines, once it has them.
     turns: Option<Turns>,
+    caller: Caller,
 }
 
 impl<R> Future for ShareFuture<'_, R> {
@@ -204,14 +237,14 @@ impl<R> Future for ShareFuture<'_, R> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let Self { share, len, align, .. } = *this;
+        let Self { share, len, align, caller, .. } = *this;
         let core = share.core();
         let turns = match &mut this.turns {
             // In a forked child the lines are copies that nobody serves.
             Some(_) if core.foreign() => return Poll::Ready(Err(core.refusal(len, align))),
             Some(turns) => turns,
             none => {
-                match share.try_first(len, align) {
+                match share.try_first(len, align, caller) {
                     Ok(Some(buf)) => return Poll::Ready(Ok(buf)),
                     Ok(None) => {}
                     Err(e) => return Poll::Ready(Err(e)),
@@ -219,7 +252,9 @@ impl<R> Future for ShareFuture<'_, R> {
                 none.insert(share.enter(len, align, cx.waker()))
             }
         };
-        let Some(buf) = share.poll_turns(turns, cx.waker(), len) else { return Poll::Pending };
+        let Some(buf) = share.poll_turns(turns, cx.waker(), len, caller) else {
+            return Poll::Pending;
+        };
         this.turns = None;
         Poll::Ready(Ok(buf))
     }
@@ -232,7 +267,7 @@ impl<R> Drop for ShareFuture<'_, R> {
         {
             self.share.end(&turns);
             if let Ok((home, block)) = self.share.leave(&mut turns) {
-                drop(Share::<R>::buf(home, block, 0));
+                drop(Share::<R>::made(home, block, 0));
             }
         }
     }

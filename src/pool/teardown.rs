@@ -19,6 +19,8 @@ impl Core {
         registry.closed = true;
         self.drain_caches(&registry.locals, true);
         registry.locals.clear();
+        drop(registry);
+        self.close_guards();
     }
 
     /// Called after [`close_caches`](Core::close_caches): if no buffer is out, the heap goes, and what

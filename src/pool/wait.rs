@@ -3,6 +3,7 @@
 
 use std::{
     fmt,
+    panic::Location,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, Wake, Waker},
@@ -14,6 +15,7 @@ use super::{Core, Pool};
 use crate::{
     buf::Buf,
     error::AllocError,
+    guard::Caller,
     magazine::Place,
     reach::Any,
     size_class::{self, CLASSES, MAX_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
@@ -26,8 +28,8 @@ use crate::{
 /// What a request needs; of two that are equal one can be served when the other can.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Need {
-    len: usize,
-    align: usize,
+    pub(super) len: usize,
+    pub(super) align: usize,
     /// The class to take from, or a span's.
     pub(super) class: usize,
     /// The smallest whose blocks hold it in any case.
@@ -181,10 +183,11 @@ impl<R> Pool<R> {
     /// [`AllocError::TimedOut`] with the books; at once, [`AllocError::TooLarge`] for what no wait can bring,
     /// and [`AllocError::ForeignProcess`] in a forked child.
     #[inline]
+    #[track_caller]
     pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
         match self.alloc_cached(len) {
             Some(buf) => Ok(buf),
-            None => self.wait(len, 1, timeout),
+            None => self.wait(len, 1, timeout, Location::caller()),
         }
     }
 
@@ -192,13 +195,14 @@ impl<R> Pool<R> {
     ///
     /// # Errors
     /// As [`alloc_wait`](Pool::alloc_wait), and [`AllocError::Alignment`] if it is larger than an arena.
+    #[track_caller]
     pub fn alloc_layout_wait(
         &self,
         layout: std::alloc::Layout,
         timeout: Duration,
     ) -> Result<Buf<R>, AllocError> {
         let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        self.wait(layout.size(), align, timeout)
+        self.wait(layout.size(), align, timeout, Location::caller())
     }
 
     /// Allocates a buffer of `len` bytes as a future, on any runtime: it resolves when there is one. In the
@@ -222,14 +226,17 @@ impl<R> Pool<R> {
     /// # Errors
     /// As [`alloc_wait`](Pool::alloc_wait), but it never times out: drop it for that.
     #[inline]
+    #[track_caller]
     pub fn alloc_async(&self, len: usize) -> AllocFuture<'_, R> {
-        AllocFuture { pool: self, len, align: 1, turn: None }
+        AllocFuture { pool: self, len, align: 1, turn: None, caller: Location::caller() }
     }
 
     /// As [`alloc_async`](Pool::alloc_async), for a layout.
+    #[track_caller]
     pub fn alloc_layout_async(&self, layout: std::alloc::Layout) -> AllocFuture<'_, R> {
         let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        AllocFuture { pool: self, len: layout.size(), align, turn: None }
+        let caller = Location::caller();
+        AllocFuture { pool: self, len: layout.size(), align, turn: None, caller }
     }
 
     /// From this thread's cache alone. It has nothing while others wait.
@@ -244,12 +251,22 @@ impl<R> Pool<R> {
         Some(Buf::new(self.inner, entry, len, place))
     }
 
-    fn buf(&self, (entry, class): Block, len: usize) -> Buf<R> {
+    fn buf(&self, block: Block, len: usize, caller: Caller) -> Buf<R> {
+        self.core().hand_out(block, len, caller);
+        self.made(block, len)
+    }
+
+    fn made(&self, (entry, class): Block, len: usize) -> Buf<R> {
         Buf::new(self.inner, entry, len, Place::of(class))
     }
 
     /// Tries without waiting, but behind those who wait. An error is final.
-    fn try_first(&self, len: usize, align: usize) -> Result<Option<Buf<R>>, AllocError> {
+    fn try_first(
+        &self,
+        len: usize,
+        align: usize,
+        caller: Caller,
+    ) -> Result<Option<Buf<R>>, AllocError> {
         let core = self.core();
         if core.foreign() || core.out_of_range(len, align).is_some() {
             return Err(core.refusal(len, align));
@@ -257,15 +274,21 @@ impl<R> Pool<R> {
         if core.waiters.any() {
             return Ok(None);
         }
-        Ok(core.alloc_slow(len, align).map(|block| self.buf(block, len)))
+        Ok(core.alloc_slow_by(len, align, caller).map(|block| self.made(block, len)))
     }
 
     #[cold]
     #[inline(never)]
-    fn wait(&self, len: usize, align: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
+    fn wait(
+        &self,
+        len: usize,
+        align: usize,
+        timeout: Duration,
+        caller: Caller,
+    ) -> Result<Buf<R>, AllocError> {
         // None is later than any clock here goes.
         let deadline = Instant::now().checked_add(timeout);
-        if let Some(buf) = self.try_first(len, align)? {
+        if let Some(buf) = self.try_first(len, align, caller)? {
             return Ok(buf);
         }
         let core = self.core();
@@ -274,7 +297,7 @@ impl<R> Pool<R> {
         loop {
             if let Some(block) = core.waiters.poll(turn.ticket, &waker) {
                 core.end(&turn);
-                return Ok(self.buf(block, len));
+                return Ok(self.buf(block, len, caller));
             }
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
             match left {
@@ -285,7 +308,7 @@ impl<R> Pool<R> {
         }
         let waited = core.end(&turn);
         match core.leave_line(&turn) {
-            Ok(block) => Ok(self.buf(block, len)),
+            Ok(block) => Ok(self.buf(block, len, caller)),
             Err(ahead) => {
                 let class = core.class_for(len, align);
                 Err(AllocError::TimedOut { waited, ahead, books: core.refuse(len, class) })
@@ -302,6 +325,7 @@ pub struct AllocFuture<'a, R = Any> {
     align: usize,
     /// Its place in the line, once it has one.
     turn: Option<Turn>,
+    caller: Caller,
 }
 
 impl<R> Future for AllocFuture<'_, R> {
@@ -309,7 +333,7 @@ impl<R> Future for AllocFuture<'_, R> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let Self { pool, len, align, .. } = *this;
+        let Self { pool, len, align, caller, .. } = *this;
         let core = pool.core();
         let turn = match &mut this.turn {
             // In a forked child the line is a copy that nobody serves.
@@ -321,7 +345,7 @@ impl<R> Future for AllocFuture<'_, R> {
                 {
                     return Poll::Ready(Ok(buf));
                 }
-                match pool.try_first(len, align) {
+                match pool.try_first(len, align, caller) {
                     Ok(Some(buf)) => return Poll::Ready(Ok(buf)),
                     Ok(None) => {}
                     Err(e) => return Poll::Ready(Err(e)),
@@ -332,7 +356,7 @@ impl<R> Future for AllocFuture<'_, R> {
         let Some(block) = core.waiters.poll(turn.ticket, cx.waker()) else { return Poll::Pending };
         core.end(turn);
         this.turn = None;
-        Poll::Ready(Ok(pool.buf(block, len)))
+        Poll::Ready(Ok(pool.buf(block, len, caller)))
     }
 }
 

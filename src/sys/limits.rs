@@ -382,6 +382,13 @@ pub(crate) fn process_id() -> u32 {
     std::process::id()
 }
 
+/// The calling thread's number, as `ps -L` shows it.
+pub(crate) fn thread_id() -> u32 {
+    // SAFETY: asks for a number.
+    let id = unsafe { libc::gettid() };
+    id.unsigned_abs()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

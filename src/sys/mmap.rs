@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use super::{
     mapping_faults::{MapStep, StepHook},
     numa::{self, Mode, NodeSet},
+    shadow,
     shared::MemoryFile,
 };
 
@@ -293,6 +294,8 @@ impl Reservation {
     /// Nobody uses `offset..offset + len` any more: neither this process nor a device.
     pub(crate) unsafe fn unback(&self, offset: usize, len: usize) {
         let addr = self.at(offset, len);
+        // Whoever has these addresses next may touch them.
+        shadow::show(addr, len);
         if self.is_lent() {
             return;
         }

@@ -13,6 +13,7 @@ pub(crate) mod private_socket;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 #[cfg_attr(not(feature = "loopback"), allow(dead_code, unreachable_pub))]
 pub(crate) mod queue_pair;
+pub(crate) mod shadow;
 pub(crate) mod shared;
 pub(crate) mod signals;
 pub(crate) mod smaps;

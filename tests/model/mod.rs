@@ -5,12 +5,14 @@
 use std::{
     alloc::Layout,
     collections::{BTreeMap, HashSet},
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
     thread,
     time::Duration,
 };
 
 use pinpool::{
-    Access, AllocError, Batch, Books, Buf, Class, Device, FreeError, Pages, Pool, Reserve, Share,
+    Access, AllocError, Batch, Books, Buf, Class, Device, Event, FreeError, Guards, Pages, Pool,
+    Reserve, Share, Track,
 };
 
 /// Where to allocate from.
@@ -121,7 +123,43 @@ pub struct Model {
     /// Lengths are below 1 << shift.
     shift: u32,
     seed: u8,
-    colouring: bool,
+    shape: Shape,
+}
+
+/// What pools have told that they should not have.
+static TOLD: AtomicU64 = AtomicU64::new(0);
+
+/// What pools a script runs on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Shape {
+    pub colouring: bool,
+    pub guards: Guards,
+    pub track: u32,
+}
+
+impl Shape {
+    /// Every word is one: without guards, or with any of them.
+    pub fn from_word(word: u8) -> Self {
+        let bit = |n: u32| word >> n & 1 == 1;
+        let quarantine = [0, 4096, 100_000, usize::MAX][usize::from(word >> 3 & 3)];
+        let guards =
+            Guards::new().poison(bit(1)).canary(bit(2)).quarantine(quarantine).zero_on_free(bit(5));
+        Self { colouring: bit(0), guards, track: u32::from(word >> 6) }
+    }
+
+    fn canary(&self) -> bool {
+        self.guards == self.guards.canary(true)
+    }
+
+    /// What a buffer holds at first, if that is known.
+    fn fresh(&self) -> Option<u8> {
+        let (poison, zero) = (self.guards.poison(true), self.guards.zero_on_free(true));
+        match (self.guards == poison, self.guards == zero) {
+            (_, true) => Some(0),
+            (true, _) => Some(Guards::POISON),
+            _ => None,
+        }
+    }
 }
 
 /// Three arenas: two of the default class, one of the other. The share has a part of the second.
@@ -130,9 +168,9 @@ const ARENA: usize = 1 << 20;
 const RESERVE: Reserve = Reserve::bytes(200_000);
 
 impl Model {
-    pub fn new(colouring: bool) -> Self {
+    pub fn new(shape: Shape) -> Self {
         let device = Device::soft();
-        let pool = Self::build(&device, colouring);
+        let pool = Self::build(&device, shape);
         let (class, share) = Self::handles(&pool);
         Self {
             pool,
@@ -144,11 +182,11 @@ impl Model {
             tokens: HashSet::new(),
             shift: 14,
             seed: 0,
-            colouring,
+            shape,
         }
     }
 
-    fn build(device: &Device, colouring: bool) -> Pool {
+    fn build(device: &Device, shape: Shape) -> Pool {
         Pool::builder()
             .device(device.clone())
             .access(Access::LOCAL_WRITE | Access::REMOTE_READ)
@@ -157,7 +195,14 @@ impl Model {
             .share("part", RESERVE)
             .arena_size(ARENA)
             .pages(Pages::Base)
-            .colouring(colouring)
+            .colouring(shape.colouring)
+            .guards(shape.guards)
+            .track(Track::every(shape.track))
+            .on_event(|event| match event {
+                Event::StillOut(_) => {}
+                // A panic of the hook's would be caught.
+                _ => _ = TOLD.fetch_add(1, Relaxed),
+            })
             .build()
             .unwrap()
     }
@@ -166,8 +211,8 @@ impl Model {
         (pool.class("other").unwrap(), pool.share("part").unwrap())
     }
 
-    pub fn run(words: impl IntoIterator<Item = u64>, colouring: bool) {
-        let mut model = Self::new(colouring);
+    pub fn run(words: impl IntoIterator<Item = u64>, shape: Shape) {
+        let mut model = Self::new(shape);
         for word in words {
             model.step(Action::from_word(word));
         }
@@ -257,7 +302,7 @@ impl Model {
                 assert_eq!(self.pool.stats().cached, 0);
             }
             Action::DropPool => {
-                let next = Self::build(&self.device, self.colouring);
+                let next = Self::build(&self.device, self.shape);
                 let other = self.class.arenas()[0].addr.as_ptr() as usize;
                 (self.class, self.share) = Self::handles(&next);
                 drop(std::mem::replace(&mut self.pool, next));
@@ -288,7 +333,11 @@ impl Model {
         let (start, cap) = (buf.as_ptr() as usize, buf.capacity());
         assert!(cap >= len.max(1));
         assert_eq!(start % align.max(64), 0);
-        assert!(self.colouring || cap % 4096 != 0 || start % 4096 == 0);
+        assert!(self.shape.colouring || cap % 4096 != 0 || start % 4096 == 0);
+        assert!(!self.shape.canary() || cap == len.max(1));
+        if let Some(fresh) = self.shape.fresh() {
+            assert!(buf.iter().all(|&b| b == fresh));
+        }
         let before = self.ranges.range(..start + cap).next_back();
         assert!(before.is_none_or(|(_, &end)| end <= start), "overlaps a live buffer");
         let arena = self.pool.arenas().into_iter().find(|a| {
@@ -364,7 +413,7 @@ impl Model {
         let raw = held.buf.into_raw().as_ptr();
         // SAFETY: this is the only copy of the pointer; wrong ones must be refused.
         let back = unsafe {
-            let inside = raw.wrapping_add(1 + which % (cap - 1));
+            let inside = raw.wrapping_add(1 + which % (cap.max(2) - 1));
             assert!(self.pool.free_raw(inside).is_err());
             assert!(self.pool.free_raw(raw.wrapping_sub(4 * CAPACITY)).is_err());
             assert_eq!(self.pool.free_raw(std::ptr::null_mut()), Err(FreeError::Null));
@@ -402,7 +451,14 @@ impl Model {
         let stats = self.pool.stats();
         assert_eq!(stats.capacity, CAPACITY);
         assert_eq!(stats.live_buffers, self.held.len());
-        assert_eq!(stats.live, self.ranges.iter().map(|(a, b)| b - a).sum::<usize>());
+        let live = self.ranges.iter().map(|(a, b)| b - a).sum::<usize>();
+        // Under a canary nobody knows how long the block is.
+        assert!(stats.live == live || self.shape.canary() && stats.live > live);
+        assert_eq!((self.pool.check_free(), TOLD.load(Relaxed)), (0, 0));
+        let report = self.pool.outstanding();
+        assert_eq!((report.buffers, report.bytes), (stats.live_buffers, stats.live));
+        let tracked: usize = report.sites.iter().map(|s| s.buffers).sum();
+        assert!(self.shape.track != 1 || tracked == self.held.len());
     }
 
     pub fn finish(mut self) {
@@ -419,5 +475,6 @@ impl Model {
         drop((self.class, self.share));
         self.pool.close().unwrap();
         assert_eq!(self.device.as_soft().unwrap().regions(), 0);
+        assert_eq!(TOLD.load(Relaxed), 0);
     }
 }

@@ -3,6 +3,7 @@
 use std::{
     alloc::Layout,
     ffi::{c_int, c_void},
+    ptr::NonNull,
     slice,
     time::Duration,
 };
@@ -11,7 +12,7 @@ use super::{
     fail::{PINPOOL_FOREIGN, PINPOOL_OK, code_of_alloc, code_of_free, fail, guarded, null},
     pool::pinpool_t,
 };
-use crate::{access::Keys, buf::Buf, error::AllocError, pool::Pool};
+use crate::{access::Keys, buf::Buf, error::AllocError, magazine::Place, pool::Pool};
 
 /// A buffer: whole, inside one memory region.
 #[repr(C)]
@@ -81,6 +82,63 @@ fn release(pool: &Pool, addr: *mut c_void) -> Result<(), c_int> {
 /// `pool` is null or came from `pinpool_open`, `buf` is null or points to a place for a buffer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_alloc(
+    pool: *const pinpool_t,
+    len: usize,
+    buf: *mut pinpool_buf_t,
+) -> c_int {
+    // SAFETY: passed on.
+    let Some(at_hand) = (unsafe { pinpool_t::peek(pool) }) else {
+        // SAFETY: passed on.
+        return unsafe { alloc_slowly(pool, len, buf) };
+    };
+    if buf.is_null() {
+        // SAFETY: passed on.
+        return unsafe { alloc_slowly(pool, len, buf) };
+    }
+    let Some((entry, place)) = at_hand.take_at_hand(len) else {
+        // SAFETY: passed on.
+        return unsafe { alloc_slowly(pool, len, buf) };
+    };
+    let ((lkey, rkey), has_rkey) = (at_hand.keys_in(entry), at_hand.is_remote().into());
+    let addr = entry.ptr.as_ptr().cast();
+    // SAFETY: not null, and so a place of the caller's (contract).
+    unsafe { buf.write(pinpool_buf_t { addr, len, lkey, rkey, has_rkey }) };
+    if !at_hand.mark_at_hand(entry, place) {
+        // SAFETY: passed on; `buf` names the block now.
+        return unsafe { mark_slowly(pool, len, buf) };
+    }
+    PINPOOL_OK as c_int
+}
+
+/// Marks the block that `buf` names, of the class that `len` says, as out. It has the same arguments as its
+/// caller, which so need not be moved or kept.
+///
+/// # Safety
+/// As `pinpool_alloc`; the pool is open, and the caller owns the block and gives it up.
+// Called from Rust alone: such a function cannot unwind, so the call needs no frame.
+#[cold]
+#[inline(never)]
+unsafe extern "C" fn mark_slowly(
+    pool: *const pinpool_t,
+    len: usize,
+    buf: *mut pinpool_buf_t,
+) -> c_int {
+    guarded(|| {
+        // SAFETY: written just now.
+        let block = NonNull::new(unsafe { (*buf).addr }.cast());
+        // SAFETY: passed on.
+        if let (Some(at_hand), Some(block)) = (unsafe { pinpool_t::peek(pool) }, block) {
+            at_hand.mark(block, len);
+        }
+        PINPOOL_OK as c_int
+    })
+}
+
+/// # Safety
+/// As `pinpool_alloc`.
+#[cold]
+#[inline(never)]
+unsafe extern "C" fn alloc_slowly(
     pool: *const pinpool_t,
     len: usize,
     buf: *mut pinpool_buf_t,
@@ -240,6 +298,47 @@ pub unsafe extern "C" fn pinpool_alloc_many(
 /// request either.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_free(pool: *const pinpool_t, addr: *mut c_void) -> c_int {
+    // SAFETY: passed on.
+    let Some(at_hand) = (unsafe { pinpool_t::peek(pool) }) else {
+        // SAFETY: passed on.
+        return unsafe { free_slowly(pool, addr) };
+    };
+    let Some((entry, place)) = at_hand.claim_at_hand(addr as usize) else {
+        // SAFETY: passed on.
+        return unsafe { free_slowly(pool, addr) };
+    };
+    if at_hand.give_at_hand(entry, place) {
+        return PINPOOL_OK as c_int;
+    }
+    // SAFETY: claimed just now, and not given back.
+    unsafe { give_slowly(pool, addr, place) }
+}
+
+/// Frees a block that is not out any more.
+///
+/// # Safety
+/// As `pinpool_free`; the pool is open, and the caller owns the block, of this place, and gives it up.
+// As `mark_slowly`.
+#[allow(improper_ctypes_definitions)]
+#[cold]
+#[inline(never)]
+unsafe extern "C" fn give_slowly(pool: *const pinpool_t, addr: *mut c_void, place: Place) -> c_int {
+    guarded(|| {
+        // SAFETY: passed on.
+        let at_hand = unsafe { pinpool_t::peek(pool) };
+        if let (Some(at_hand), Some(block)) = (at_hand, NonNull::new(addr.cast())) {
+            // SAFETY: passed on.
+            unsafe { at_hand.give_bare(block, place) };
+        }
+        PINPOOL_OK as c_int
+    })
+}
+
+/// # Safety
+/// As `pinpool_free`.
+#[cold]
+#[inline(never)]
+unsafe extern "C" fn free_slowly(pool: *const pinpool_t, addr: *mut c_void) -> c_int {
     guarded(|| {
         // SAFETY: passed on.
         let pool = match unsafe { pinpool_t::get(pool) } {

@@ -2,10 +2,10 @@
 
 use std::{
     ffi::{c_int, c_void},
-    ptr,
+    ptr::{self, NonNull},
     sync::atomic::{
         AtomicPtr,
-        Ordering::{AcqRel, Acquire},
+        Ordering::{AcqRel, Acquire, Release},
     },
 };
 
@@ -18,11 +18,18 @@ use super::{
     },
     options::{Wanted, pinpool_options_t},
 };
-use crate::{device::Device, error::Bytes, pool::Pool};
+use crate::{
+    device::Device,
+    error::Bytes,
+    pool::{Core, Pool, PoolRef},
+};
 
 /// A pool. Any thread may use it, several at a time; only `pinpool_close` must not run beside another
 /// call with the same handle.
 pub struct pinpool_t {
+    /// Where the pool is and where its gates are, for what is short; null once it was closed.
+    core: AtomicPtr<Core>,
+    slot_offset: u32,
     /// Boxed and leaked; null once it was closed.
     opened: AtomicPtr<Opened>,
 }
@@ -41,6 +48,19 @@ impl pinpool_t {
     pub(super) unsafe fn get<'a>(handle: *const Self) -> Result<&'a Pool, c_int> {
         // SAFETY: passed on.
         unsafe { Self::opened(handle) }.map(|opened| &opened.pool)
+    }
+
+    /// Where the pool is, if nothing is wrong with the handle; else [`get`](pinpool_t::get) says what.
+    ///
+    /// # Safety
+    /// `handle` is null or came from `pinpool_open`.
+    #[inline(always)]
+    pub(super) unsafe fn peek(handle: *const Self) -> Option<PoolRef> {
+        // SAFETY: handles are never freed.
+        let handle = unsafe { handle.as_ref() }?;
+        // Acquire pairs with whatever published the handle, and with the store in `pinpool_close`.
+        let core = NonNull::new(handle.core.load(Acquire))?;
+        Some(PoolRef { core, slot_offset: handle.slot_offset })
     }
 
     /// # Safety
@@ -99,8 +119,10 @@ pub unsafe extern "C" fn pinpool_open(
         let device = wanted.device.clone();
         match wanted.builder().build() {
             Ok(built) => {
+                let PoolRef { core, slot_offset } = built.inner();
                 let opened = Box::into_raw(Box::new(Opened { pool: built, device }));
-                let handle = keep(pinpool_t { opened: AtomicPtr::new(opened) });
+                let (core, opened) = (AtomicPtr::new(core.as_ptr()), AtomicPtr::new(opened));
+                let handle = keep(pinpool_t { core, slot_offset, opened });
                 // SAFETY: as above.
                 unsafe { pool.write(ptr::from_ref(handle).cast_mut()) };
                 PINPOOL_OK as c_int
@@ -155,8 +177,10 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_t) -> c_int {
             );
         }
         // SAFETY: `get` says that it is a handle, and handles are never freed.
+        let handle = unsafe { &*pool };
+        handle.core.store(ptr::null_mut(), Release);
         // AcqRel: of two calls one gets the pool.
-        let inner = unsafe { &*pool }.opened.swap(ptr::null_mut(), AcqRel);
+        let inner = handle.opened.swap(ptr::null_mut(), AcqRel);
         if inner.is_null() {
             return closed();
         }

@@ -12,6 +12,7 @@ mod csv;
 pub(crate) mod device;
 mod figures;
 mod growth;
+mod guards;
 mod html;
 mod lease;
 mod output;
@@ -39,12 +40,13 @@ use self::{
 use crate::cli::Failure;
 
 /// All benches, in the order of `bench all`.
-static BENCHES: [&dyn AnyBench; 9] = [
+static BENCHES: [&dyn AnyBench; 10] = [
     &registration::Registration,
     &transfer::Transfer,
     &startup::Startup,
     &growth::Growth,
     &lease::Leases,
+    &guards::GuardCosts,
     &Contest(Group::Alloc),
     &Contest(Group::Handoff),
     &Contest(Group::Churn),
