@@ -10,7 +10,7 @@ LAYERS = [
     {"access", "error", "lock", "problem", "damage", "outstanding", "reentry", "sync", "size_class", "config", "reach", "bell"},
     {"sys"},
     {"device", "preflight"},
-    {"arena", "page_map", "published", "slab"},
+    {"arena", "ordered", "page_map", "published", "slab"},
     {"stack", "gate", "drought", "guard", "depot", "magazine", "thread", "stats", "record", "tokens", "mark", "outs", "waiters"},
     {"pool", "buf", "local", "batch", "shared", "sg_list"},
     {"adapters", "doctor", "lease", "loopback"},

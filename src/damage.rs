@@ -11,8 +11,8 @@ pub struct Site {
 }
 
 impl Site {
-    /// The call that asked for it, as the compiler knows it: one of this crate's own for what C, a global
-    /// allocator or a collection asked for, which so have a backtrace.
+    /// The call that asked for it, as the compiler knows it: one of this crate's own for what C or a
+    /// collection asked for, which so have a backtrace, and for what a global allocator serves, which has none.
     pub fn location(&self) -> &'static Location<'static> {
         self.location
     }

@@ -148,8 +148,9 @@ impl Guard {
         drop(taken);
     }
 
-    /// Makes a block a buffer of `len` bytes.
-    pub(crate) fn goes_out(&self, block: Extent, len: usize, caller: Caller) {
+    /// Makes a block a buffer of `len` bytes. `stack`: whether the stack may be taken down. A global allocator's may
+    /// not: it is also called by who holds the standard library's lock for that, while a backtrace is printed.
+    pub(crate) fn goes_out(&self, block: Extent, len: usize, caller: Caller, stack: bool) {
         let Watch { guards, track } = self.watch;
         let own = reentry::enter();
         let mut told = Vec::new();
@@ -173,7 +174,7 @@ impl Guard {
             let tracked =
                 track.every > 0 && self.asked.fetch_add(1, Relaxed).is_multiple_of(track.every);
             let trace = || Arc::new(Backtrace::force_capture());
-            let whole = track.backtraces || is_own(caller);
+            let whole = stack && (track.backtraces || is_own(caller));
             let site = tracked.then(|| Site { location: caller, backtrace: whole.then(trace) });
             let owner = Owner { site, ..owner() };
             let out = Out { len, canary, block: block.len, since: Instant::now(), owner };
@@ -253,8 +254,7 @@ impl Guard {
         if self.watch.guards.canary { len } else { block.len }
     }
 
-    /// Looks at what was given back and is still free, and says in how many places it is damaged. `at` makes an
-    /// extent of a piece that nobody can have meanwhile.
+    /// Looks at what was given back and is still free, and says in how many places it is damaged.
     pub(crate) fn check_free(&self) -> usize {
         if !self.watch.guards.poison {
             return 0;

@@ -81,6 +81,7 @@ mod preflight;
 #[cfg(not(loom))]
 mod arena;
 #[cfg(not(loom))]
+mod ordered;
 mod page_map;
 mod published;
 #[cfg(not(loom))]

@@ -12,7 +12,7 @@
 
 mod arenas;
 
-use std::{collections::BTreeSet, io, ptr::NonNull, sync::Arc};
+use std::{io, ptr::NonNull, sync::Arc};
 
 use self::arenas::ArenaUse;
 use crate::{
@@ -20,6 +20,7 @@ use crate::{
     bell::Bell,
     error::FreeError,
     lock::{Mutex, MutexGuard},
+    ordered::{Nodes, Ordered},
     page_map::{PageEntry, PageMap},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -73,7 +74,7 @@ pub(crate) struct Counts {
     /// Bytes of all arenas.
     pub(crate) capacity: usize,
     /// By class; the last is spans above the classes, where `taken` counts spans.
-    pub(crate) classes: Vec<ClassCounts>,
+    pub(crate) classes: [ClassCounts; CLASSES + 1],
     /// Bytes of free runs.
     pub(crate) free_runs: usize,
     pub(crate) largest_run: usize,
@@ -82,7 +83,7 @@ pub(crate) struct Counts {
     pub(crate) scattered: usize,
     /// The most bytes that were out of the slabs at one time, in all and by class.
     pub(crate) peak: usize,
-    pub(crate) peaks: Vec<usize>,
+    pub(crate) peaks: [usize; CLASSES + 1],
     /// Bytes of side tables in use.
     pub(crate) table_bytes: usize,
 }
@@ -90,8 +91,10 @@ pub(crate) struct Counts {
 struct State {
     /// Free runs as (pages, first page): the first at or after (n, 0) is the best fit, lowest address. Those
     /// of parked arenas apart, to be looked at last.
-    runs: BTreeSet<(u32, u32)>,
-    parked_runs: BTreeSet<(u32, u32)>,
+    runs: Ordered,
+    parked_runs: Ordered,
+    /// Of all sets here.
+    nodes: Nodes,
     /// The first page of parked arenas: all from here on. `u32::MAX` if none is.
     parked_from: u32,
     /// By slot.
@@ -102,11 +105,11 @@ struct State {
     /// The most that `taken_bytes` ever was, and its part of each class.
     peak: usize,
     peaks: [usize; CLASSES + 1],
-    /// By class: first pages of slabs with some blocks in and some out, lowest address first.
-    partial: Vec<BTreeSet<u32>>,
+    /// By class: (first page, 0) of slabs with some blocks in and some out, lowest address first.
+    partial: [Ordered; CLASSES],
     classes: [ClassCounts; CLASSES + 1],
-    /// Slab numbers to use again.
-    spare: Vec<u32>,
+    /// The last of the slab numbers to use again, or 0; each names the one before in the place of its first page.
+    spare: u32,
     /// The lowest slab number never used. 0 is no slab.
     next: u32,
     /// Blocks and spans out of their slabs, over all classes.
@@ -124,6 +127,8 @@ pub(crate) struct Slabs {
     /// A copy of the state's, for reading without the lock.
     capacity: AtomicUsize,
     max_len: usize,
+    /// How many arenas there can be.
+    slots: usize,
     /// Bytes of runs cut since the caches were last called back.
     cut: AtomicUsize,
     /// Rung when fewer bytes than this are left; 0 is never. Written under the lock.
@@ -165,17 +170,19 @@ impl Slabs {
         let table = ZeroedTable::new(pages + 1)?;
         let slots = pages.div_ceil(map.stride_pages() as usize);
         let mut state = State {
-            runs: BTreeSet::new(),
-            parked_runs: BTreeSet::new(),
+            runs: Ordered::default(),
+            parked_runs: Ordered::default(),
+            // One for each page: a page is the first of one run or slab at most.
+            nodes: Nodes::new(pages)?,
             parked_from: u32::MAX,
             arenas: vec![ArenaUse::default(); slots],
             capacity: 0,
             taken_bytes: 0,
             peak: 0,
             peaks: [0; CLASSES + 1],
-            partial: vec![BTreeSet::new(); CLASSES],
+            partial: [Ordered::default(); CLASSES],
             classes: [ClassCounts::default(); CLASSES + 1],
-            spare: Vec::new(),
+            spare: 0,
             next: 1,
             taken: 0,
             draining: false,
@@ -196,6 +203,7 @@ impl Slabs {
             state: Mutex::new(state),
             capacity: AtomicUsize::new(capacity),
             max_len,
+            slots,
             cut: AtomicUsize::new(0),
             ring_below: AtomicUsize::new(0),
             bell,
@@ -243,7 +251,7 @@ impl Slabs {
         let mut state = self.state.lock();
         let mut got = 0;
         while got < want {
-            let listed = state.partial[class].first().copied();
+            let listed = state.partial[class].first(&state.nodes).map(|(first, _)| first);
             let first = match listed {
                 Some(first) if first < state.parked_from => first,
                 // Nothing but a parked arena's: rather a new slab in another.
@@ -274,7 +282,7 @@ impl Slabs {
         let aligned = |c: &usize| size_class::align_of(self.shapes[*c].stride as usize) >= align;
         let mut state = self.state.lock();
         let larger = (class..CLASSES).filter(aligned).find(|&c| !state.partial[c].is_empty())?;
-        let first = *state.partial[larger].first()?;
+        let (first, _) = state.partial[larger].first(&state.nodes)?;
         let mut got = None;
         self.take_from(&mut state, first, larger, 1, &mut |e| got = Some((e, larger)));
         state.took(larger, 1, size_class::size_of(larger));
@@ -336,44 +344,49 @@ impl Slabs {
     }
 
     pub(crate) fn counts(&self) -> Counts {
-        self.counts_of(&self.state.lock())
+        // Nothing is allocated under the lock.
+        let mut seen = vec![false; self.slots];
+        self.counts_of(&self.state.lock(), &mut seen)
     }
 
     /// The counts in a forked child: nobody will ever release a lock that was held at the fork.
     pub(crate) fn counts_at_fork(&self) -> Counts {
         match self.state.try_lock() {
-            Some(state) => self.counts_of(&state),
+            Some(state) => self.counts_of(&state, &mut vec![false; self.slots]),
             None => Counts {
                 capacity: self.capacity(),
-                classes: vec![ClassCounts::default(); CLASSES + 1],
+                classes: [ClassCounts::default(); CLASSES + 1],
                 free_runs: 0,
                 largest_run: 0,
                 runs: 0,
                 scattered: 0,
                 peak: 0,
-                peaks: vec![0; CLASSES + 1],
+                peaks: [0; CLASSES + 1],
                 table_bytes: 0,
             },
         }
     }
 
-    fn counts_of(&self, state: &State) -> Counts {
-        let bytes = |&(pages, _): &(u32, u32)| (pages as usize) << PAGE_SHIFT;
+    /// `seen` has room for a look at each slot.
+    fn counts_of(&self, state: &State, seen: &mut [bool]) -> Counts {
+        let bytes = |(pages, _): (u32, u32)| (pages as usize) << PAGE_SHIFT;
         let free_runs = state.free_pages() << PAGE_SHIFT;
         Counts {
             capacity: state.capacity,
-            classes: state.classes.to_vec(),
+            classes: state.classes,
             free_runs,
             runs: state.runs.len() + state.parked_runs.len(),
-            scattered: free_runs - (state.longest_runs(self.map.stride_pages()) << PAGE_SHIFT),
+            scattered: free_runs
+                - (state.longest_runs(self.map.stride_pages(), seen) << PAGE_SHIFT),
             peak: state.peak,
-            peaks: state.peaks.to_vec(),
+            peaks: state.peaks,
             largest_run: [&state.runs, &state.parked_runs]
                 .into_iter()
-                .filter_map(|r| r.last().map(bytes))
+                .filter_map(|r| r.last(&state.nodes).map(bytes))
                 .max()
                 .unwrap_or(0),
             table_bytes: state.next as usize * size_of::<Slab>()
+                + state.nodes.table_bytes()
                 + (state.capacity >> PAGE_SHIFT) * size_of::<u32>(),
         }
     }
@@ -502,7 +515,7 @@ impl Slabs {
         slab.free.store(free, Relaxed);
         state.classes[class].free -= got;
         if free == 0 {
-            state.partial[class].remove(&first);
+            state.unlist(class, first);
         }
         got
     }
@@ -534,12 +547,12 @@ impl Slabs {
         state.classes[class].free += 1;
         let blocks = slab.blocks.load(Relaxed);
         if free == blocks {
-            state.partial[class].remove(&first);
+            state.unlist(class, first);
             state.classes[class].free -= blocks as usize;
             state.classes[class].bytes -= (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT;
             self.drop_slab(state, id, slab);
         } else if free == 1 {
-            state.partial[class].insert(first);
+            state.list(class, first);
         }
     }
 
@@ -550,16 +563,22 @@ impl Slabs {
         self.new_table(state, first, shape.pages, class, shape);
         state.classes[class].free += shape.blocks as usize;
         state.classes[class].bytes += (shape.pages as usize) << PAGE_SHIFT;
-        state.partial[class].insert(first);
+        state.list(class, first);
         Some(first)
     }
 
     fn new_table(&self, state: &mut State, first: u32, pages: u32, class: usize, shape: SlabShape) {
-        let id = state.spare.pop().unwrap_or_else(|| {
-            state.next += 1;
-            state.next - 1
-        });
+        let id = match state.spare {
+            0 => {
+                state.next += 1;
+                state.next - 1
+            }
+            id => id,
+        };
         let slab = &self.table[id as usize];
+        if id == state.spare {
+            state.spare = slab.first.load(Relaxed);
+        }
         slab.first.store(first, Relaxed);
         slab.pages.store(pages, Relaxed);
         slab.class.store(class as u32, Relaxed);
@@ -579,7 +598,8 @@ impl Slabs {
         let (first, pages) = (slab.first.load(Relaxed), slab.pages.load(Relaxed));
         // No page lies in an empty slab: stale entries that name it are refused from here on.
         slab.pages.store(0, Relaxed);
-        state.spare.push(id);
+        slab.first.store(state.spare, Relaxed);
+        state.spare = id;
         self.give_run(state, first, pages);
     }
 
@@ -603,23 +623,23 @@ impl Slabs {
             let page = (base + first as usize).checked_next_multiple_of(align_pages as usize)?;
             u32::try_from(page - base).ok()
         };
-        let fits = |&&(len, first): &&(u32, u32)| {
+        let fits = |&(len, first): &(u32, u32)| {
             aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
         };
-        let last = || state.parked_runs.range((pages, 0)..).find(fits).filter(|_| parked);
-        let &(len, first) = state.runs.range((pages, 0)..).find(fits).or_else(last)?;
+        let best = |runs: &Ordered| runs.range(&state.nodes, (pages, 0)).find(fits);
+        let last = || best(&state.parked_runs).filter(|_| parked);
+        let (len, first) = best(&state.runs).or_else(last)?;
         let start = aligned(first)?;
         self.cut.fetch_add((pages as usize) << PAGE_SHIFT, Relaxed);
         let arena = &mut state.arenas[(first / self.map.stride_pages()) as usize];
         arena.used += pages;
         arena.touched = true;
-        let runs = state.runs_at(first);
-        runs.remove(&(len, first));
+        state.remove_run((len, first));
         let (before, after) = (start - first, first + len - start - pages);
         for run in [(before, first), (after, start + pages)] {
             if run.0 > 0 {
                 Self::mark_free(&self.map, run);
-                runs.insert(run);
+                state.insert_run(run);
             }
         }
         Some(start)
@@ -630,12 +650,10 @@ impl Slabs {
         let stride = self.map.stride_pages();
         let end = first + pages;
         state.arenas[(first / stride) as usize].used -= pages;
-        // All neighbours are of the same arena, and so in the same set.
-        let runs = state.runs_at(first);
         if !first.is_multiple_of(stride)
             && let Some(n) = self.map.get(first - 1).as_free_run()
         {
-            runs.remove(&(n, first - n));
+            state.remove_run((n, first - n));
             first -= n;
             pages += n;
         }
@@ -644,11 +662,11 @@ impl Slabs {
             && end < last
             && let Some(n) = self.map.get(end).as_free_run()
         {
-            runs.remove(&(n, end));
+            state.remove_run((n, end));
             pages += n;
         }
         Self::mark_free(&self.map, (pages, first));
-        runs.insert((pages, first));
+        state.insert_run((pages, first));
     }
 
     /// Walks every table and panics on the first contradiction. For tests.
@@ -656,13 +674,14 @@ impl Slabs {
     pub(crate) fn check(&self) {
         let state = self.state.lock();
         let mut free_pages = 0;
-        let runs = || state.runs.iter().chain(&state.parked_runs);
-        for &(pages, first) in runs() {
+        let sets = [&state.runs, &state.parked_runs];
+        let runs = || sets.into_iter().flat_map(|set| set.range(&state.nodes, (0, 0)));
+        for (pages, first) in runs() {
             assert_eq!(self.map.get(first), PageEntry::free_run(pages));
             assert_eq!(self.map.get(first + pages - 1), PageEntry::free_run(pages));
             free_pages += pages as usize;
         }
-        let mut starts: Vec<_> = runs().map(|&(pages, first)| (first, pages, true)).collect();
+        let mut starts: Vec<_> = runs().map(|(pages, first)| (first, pages, true)).collect();
         let mut counts = [ClassCounts::default(); CLASSES + 1];
         let mut used_pages = 0;
         for slab in self.table[..state.next as usize].iter() {
@@ -677,7 +696,7 @@ impl Slabs {
             let (free, blocks) = (slab.free.load(Relaxed), slab.blocks.load(Relaxed));
             if class < CLASSES {
                 assert_eq!(bits, free);
-                let partial = state.partial[class].contains(&first);
+                let partial = state.partial[class].contains(&state.nodes, (first, 0));
                 assert_eq!(partial, free > 0, "listed exactly when it has a free block");
                 counts[class].free += free as usize;
                 counts[class].taken += (blocks - free) as usize;

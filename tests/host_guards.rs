@@ -377,7 +377,45 @@ fn most_of(pool: &Pool, len: usize) -> usize {
 }
 
 #[test]
-fn a_canary_costs_no_alloc_that_would_be_served_without() {
+fn nobody_is_refused_while_a_block_is_in_quarantine_or_on_its_way() {
+    const EACH: usize = 4;
+    let rounds: usize = std::env::var("PINPOOL_ROUNDS").map_or(3000, |n| n.parse().unwrap());
+    let all = Guards::new().poison(true).canary(true).quarantine(usize::MAX);
+    for guards in [Guards::new().quarantine(usize::MAX), all, all.quarantine(5 * 4096)] {
+        // As many buffers as eight threads hold at most, half of them a share's.
+        let blocks = 8 * EACH;
+        let told = Told::default();
+        let builder = soft(blocks * 4096).share("half", Reserve::bytes(blocks * 2048));
+        let pool = told.hear(builder.guards(guards)).build().unwrap();
+        let share = pool.share("half").unwrap();
+        thread::scope(|scope| {
+            for n in 0..8u64 {
+                let share = &share;
+                scope.spawn(move || {
+                    let mut rng = Rng(n);
+                    let mut held: Vec<Buf> = Vec::new();
+                    for round in 0..rounds {
+                        if held.len() == EACH || rng.next() & 3 == 0 {
+                            held.pop();
+                        } else {
+                            // With room for the canary.
+                            let got = share.alloc(4088);
+                            held.push(got.unwrap_or_else(|e| panic!("round {round}: {e}")));
+                        }
+                    }
+                });
+            }
+        });
+        pool.check();
+        assert_eq!(pool.stats().live, 0);
+        drop(share);
+        pool.close().unwrap();
+        told.none();
+    }
+}
+
+#[test]
+fn a_canary_is_left_out_where_memory_is_short() {
     for len in [64, 4096, 65536, 1 << 18, MIB] {
         let (pool, told) = guarded(MIB, Guards::new().canary(true));
         let got: Vec<_> = std::iter::from_fn(|| pool.alloc(len).ok()).collect();

@@ -108,7 +108,7 @@ fn one_byte_outside_the_arena() {
     let device = device();
     let mut pair = Pair::connect(&device).expect("connect");
     let (_local, mine) = local(&device);
-    // Three arenas side by side in one address range, each a region of its own.
+    // Three arenas in one address range, each a region of its own, with pages without access in between.
     let target = pool(&device, ALL, 3 * MIB, MIB);
     let mut bufs: Vec<Buf> = (0..3).map(|_| target.alloc(MIB).expect("a whole arena")).collect();
     bufs.sort_by_key(|b| b.as_ptr());
@@ -116,7 +116,7 @@ fn one_byte_outside_the_arena() {
         fill(buf, 10 + i as u64);
     }
     let middle = bufs[1].remote().expect("a remote right");
-    assert_eq!(bufs[2].as_ptr() as u64, middle.addr + middle.len, "side by side");
+    assert_eq!(bufs[2].as_ptr() as u64, middle.addr + 2 * middle.len, "nothing is beside it");
     let end = middle.addr + middle.len;
     for len in [1u32, 2, 9, 256, 1024] {
         let sge = mine.sge_range(0, len).expect("inside");

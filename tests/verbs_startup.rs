@@ -148,9 +148,11 @@ fn b34_pages_lie_on_the_node_asked_for_whoever_faults_them_in() {
                     let arenas = pool.arenas();
                     assert_eq!(arenas.len(), 2);
                     assert!(arenas.iter().all(|a| a.page_size == page && a.node == Some(node)));
-                    // Neighbouring arenas may be one mapping. Base pages that are huge behind the
-                    // scenes count as base pages.
-                    let found = pages_on_nodes(arenas[0].addr.as_ptr() as usize, 40 * MIB);
+                    // From the first to the end of the second, with nothing in between. Base pages
+                    // that are huge behind the scenes count as base pages.
+                    let start = arenas[0].addr.as_ptr() as usize;
+                    let end = arenas[1].addr.as_ptr() as usize + arenas[1].len;
+                    let found = pages_on_nodes(start, end - start);
                     assert_eq!(found, [(node, (40 * MIB / page) as u64)], "{pages:?}");
                 }
             }

@@ -3,6 +3,7 @@
 //! pattern of their own, and check it; and over all of another pool, at any time. No buffer is wrong, none overlap,
 //! keys are right, the books balance, and not a page is lost.
 #![cfg(all(feature = "loopback", any(feature = "rdma-sys", feature = "rdma-mummy-sys")))]
+#![allow(clippy::print_stdout)] // How much was written is the point of it.
 
 #[path = "common/verbs.rs"]
 mod common;

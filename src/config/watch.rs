@@ -58,7 +58,8 @@ impl Guards {
     /// take memory from the pool for every stray write. Who writes late once may do so again;
     /// [`quarantine`](Guards::quarantine) gives it time, and a [lease](crate::Lease) takes its right away.
     ///
-    /// All of a pool's memory is filled when the pool is built, adopted memory too, and an arena when it comes.
+    /// All of a pool's memory is filled when the pool is built, adopted memory too, on the caller's thread alone (a
+    /// second for some GiB), and an arena when it comes.
     /// What was given back is looked at once more when the last handle goes, and by
     /// [`Pool::check_free`](crate::Pool::check_free).
     ///
@@ -74,9 +75,11 @@ impl Guards {
     /// the block goes, and looks for them at the free: who wrote beyond the end, a device included, is reported.
     /// [`Buf::capacity`](crate::Buf::capacity) is then the length that was asked for (at least 1).
     ///
-    /// A length that leaves less than 8 bytes of its block takes the next larger block of the same alignment: 4 KiB
-    /// take 8 KiB, 64 KiB take 72 KiB. When the pool has none of those left, and for who waits for a buffer, the
-    /// block goes out with as much of a canary as it has room for, or none: no alloc fails for want of one.
+    /// A length that leaves less than 8 bytes of its block takes the next larger block of the same alignment, as
+    /// long as the pool has one at hand: 4 KiB take 8 KiB, 64 KiB take 72 KiB, and a pool may so be exhausted with
+    /// half as many buffers of 4 KiB. Give it the memory, or ask for 8 bytes less than a block. When there is no
+    /// larger block, and for who waits for a buffer, a block goes out with as much of a canary as it has room for,
+    /// or none.
     ///
     /// *Cost:* that memory; writing and reading the canary. *Not seen:* writes before the first byte, unless they
     /// meet another buffer's canary or poison; writes beyond the canary; writes of the very byte.
@@ -132,7 +135,8 @@ impl Track {
 
     /// Takes the whole stack down for each that is tracked, not the calling line alone: for pools whose buffers
     /// one wrapper for all asks for. Some microseconds and kilobytes each; shown with names if the program has
-    /// them. Done in any case where the calling line is not known: for C, a global allocator, collections.
+    /// them. Done in any case where the calling line is not known: for C and for collections. Never for a global
+    /// allocator, which is also called while a backtrace is being printed; of what it serves only the thread is known.
     pub const fn backtraces(mut self, on: bool) -> Self {
         self.backtraces = on;
         self

@@ -29,7 +29,7 @@ impl Core {
         // While others wait nobody takes more than was asked for.
         let wide = wide.filter(|_| !self.waiters.any()).and_then(|wide| self.take_now(&wide));
         let (entry, class) = wide.or_else(|| self.alloc_shared(need, passing))?;
-        guard.goes_out(self.extent(entry, class), need.len, caller);
+        guard.goes_out(self.extent(entry, class), need.len, caller, passing);
         Some((entry, class))
     }
 
@@ -49,7 +49,7 @@ impl Core {
     /// Hands a block to who waited for it.
     pub(super) fn hand_out(&self, (entry, class): Block, len: usize, caller: Caller) {
         match &self.guard {
-            Some(guard) => guard.goes_out(self.extent(entry, class), len, caller),
+            Some(guard) => guard.goes_out(self.extent(entry, class), len, caller, true),
             None => self.show_block(entry, class),
         }
     }

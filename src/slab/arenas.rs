@@ -1,10 +1,9 @@
 //! Arenas that come and go under the slabs' lock: what of each is in use, which are parked (to be used last,
 //! so that they fall empty), and how much is left in all. When to grow or shrink is the pool's business.
 
-use std::collections::BTreeSet;
-
 use super::{ClassCounts, Slabs, State};
 use crate::{
+    ordered::{Nodes, Ordered, Pair},
     page_map::{PageEntry, PageMap},
     size_class::{self, PAGE_SHIFT, SPAN_CLASS},
     sync::atomic::Ordering::Relaxed,
@@ -58,14 +57,18 @@ impl State {
     }
 
     /// Pages of the longest free run of each arena, together.
-    pub(super) fn longest_runs(&self, stride: u32) -> usize {
-        let mut without: Vec<bool> = self.arenas.iter().map(|a| a.pages > a.used).collect();
-        let mut left = without.iter().filter(|&&w| w).count();
+    pub(super) fn longest_runs(&self, stride: u32, without: &mut [bool]) -> usize {
+        let mut left = 0;
+        for (without, arena) in without.iter_mut().zip(&self.arenas) {
+            *without = arena.pages > arena.used;
+            left += usize::from(*without);
+        }
         let mut sum = 0;
-        let mut runs = self.runs.iter().rev().chain(self.parked_runs.iter().rev());
+        let sets = [&self.runs, &self.parked_runs];
+        let mut runs = sets.into_iter().flat_map(|set| set.backwards(&self.nodes));
         // Longest first, parked ones apart; an arena's runs are all in one of the two sets.
         while left > 0
-            && let Some(&(pages, first)) = runs.next()
+            && let Some((pages, first)) = runs.next()
         {
             let mine = &mut without[(first / stride) as usize];
             if std::mem::take(mine) {
@@ -77,14 +80,34 @@ impl State {
     }
 
     /// The set that a run at a page belongs to.
-    pub(super) fn runs_at(&mut self, first: u32) -> &mut BTreeSet<(u32, u32)> {
-        if first < self.parked_from { &mut self.runs } else { &mut self.parked_runs }
+    fn runs_at(&mut self, first: u32) -> (&mut Ordered, &mut Nodes) {
+        let set = if first < self.parked_from { &mut self.runs } else { &mut self.parked_runs };
+        (set, &mut self.nodes)
+    }
+
+    pub(super) fn insert_run(&mut self, run: Pair) {
+        let (set, nodes) = self.runs_at(run.1);
+        set.insert(nodes, run);
+    }
+
+    pub(super) fn remove_run(&mut self, run: Pair) -> bool {
+        let (set, nodes) = self.runs_at(run.1);
+        set.remove(nodes, run)
+    }
+
+    /// Lists a slab that has blocks in and blocks out.
+    pub(super) fn list(&mut self, class: usize, first: u32) {
+        self.partial[class].insert(&mut self.nodes, (first, 0));
+    }
+
+    pub(super) fn unlist(&mut self, class: usize, first: u32) {
+        self.partial[class].remove(&mut self.nodes, (first, 0));
     }
 
     pub(super) fn insert_arena(&mut self, map: &PageMap, offset: usize, len: usize) {
         let run = ((len >> PAGE_SHIFT) as u32, (offset >> PAGE_SHIFT) as u32);
         Slabs::mark_free(map, run);
-        self.runs_at(run.1).insert(run);
+        self.insert_run(run);
         let slot = (run.1 / map.stride_pages()) as usize;
         self.arenas[slot] = ArenaUse { pages: run.0, used: 0, touched: true };
         self.capacity += len;
@@ -116,7 +139,7 @@ impl Slabs {
         if pages == 0 || used > 0 || touched || state.draining {
             return None;
         }
-        let was = state.runs_at(first).remove(&(pages, first));
+        let was = state.remove_run((pages, first));
         debug_assert!(was, "a free arena is one run");
         // Its other pages name slabs that are no longer, or nothing.
         self.map.set(first, PageEntry::slab(0));
@@ -129,9 +152,13 @@ impl Slabs {
 
     /// The arenas from a slot on, in order: slot, length, and whether any of it is out of the slabs.
     pub(crate) fn arenas_from(&self, slot: usize) -> Vec<(usize, usize, bool)> {
+        // Nothing is allocated under the lock.
+        let mut found = Vec::with_capacity(self.slots.saturating_sub(slot));
         let state = self.state.lock();
         let all = state.arenas.iter().enumerate().skip(slot).filter(|(_, a)| a.pages > 0);
-        all.map(|(i, a)| (i, (a.pages as usize) << PAGE_SHIFT, a.used > 0)).collect()
+        found.extend(all.map(|(i, a)| (i, (a.pages as usize) << PAGE_SHIFT, a.used > 0)));
+        drop(state);
+        found
     }
 
     /// Looks at the arena of a slot, if there is one, and begins a new time between looks.
@@ -154,9 +181,9 @@ impl Slabs {
             return;
         }
         state.parked_from = page;
-        let mut all = std::mem::take(&mut state.runs);
-        all.append(&mut state.parked_runs);
-        (state.parked_runs, state.runs) = all.into_iter().partition(|&(_, first)| first >= page);
+        let State { runs, parked_runs, nodes, .. } = &mut *state;
+        runs.part(nodes, parked_runs, |(_, first)| first >= page);
+        parked_runs.part(nodes, runs, |(_, first)| first < page);
     }
 
     /// Bytes that are not out of the slabs.
@@ -183,8 +210,8 @@ impl Slabs {
             assert_eq!(of(false), arena.used, "pages in use in slot {slot}");
             assert_eq!(of(true), arena.pages - arena.used, "pages free in slot {slot}");
         }
-        assert!(state.runs.iter().all(|r| r.1 < state.parked_from));
-        assert!(state.parked_runs.iter().all(|r| r.1 >= state.parked_from));
+        assert!(state.runs.range(&state.nodes, (0, 0)).all(|r| r.1 < state.parked_from));
+        assert!(state.parked_runs.range(&state.nodes, (0, 0)).all(|r| r.1 >= state.parked_from));
         let bytes: usize = (state.classes.iter().enumerate())
             .map(|(c, n)| match c {
                 SPAN_CLASS => n.bytes,

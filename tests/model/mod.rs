@@ -199,7 +199,10 @@ impl Model {
             .guards(shape.guards)
             .track(Track::every(shape.track))
             .on_event(|event| match event {
-                Event::StillOut(_) => {}
+                Event::StillOut(_)
+                | Event::Built { .. }
+                | Event::Exhausted { .. }
+                | Event::TakenDown { .. } => {}
                 // A panic of the hook's would be caught.
                 _ => _ = TOLD.fetch_add(1, Relaxed),
             })
