@@ -93,7 +93,8 @@ fn builder(o: &Options, registrar: &FaultyRegistrar, mapping: &FaultyMapping) ->
     }
     b = b.pages(match o.pages % 8 {
         0 => Pages::Prefer(PageSize::Huge2M),
-        1 => Pages::Prefer(PageSize::Huge1G),
+        // Each class then takes a GiB at least, on base pages where there are no others.
+        1 if o.classes.is_empty() => Pages::Prefer(PageSize::Huge1G),
         2 => Pages::Require(PageSize::Huge2M),
         3 => Pages::Require(PageSize::Huge1G),
         _ => Pages::Base,
