@@ -281,7 +281,7 @@ fn an_interrupt_of_all_leaves_what_there_is_and_names_what_there_is_not() {
     assert_eq!(benches[0]["partial"], Value::Null, "this one had ended");
     let missing = v["missing"].as_array().expect("missing");
     assert!(missing.contains(&"threads".into()), "{missing:?}");
-    assert_eq!(benches.len() + missing.len(), 9);
+    assert_eq!(benches.len() + missing.len(), 10);
     let late = fs::read_to_string(&page).expect("read");
     for page in [early, late] {
         assert!(page.contains("PARTIAL REPORT") && page.contains("not run:"), "{page}");
