@@ -152,6 +152,12 @@ typedef enum pinpool_status {
 } pinpool_status;
 
 /*
+ A share of an open pool. Any thread may use it, several at a time. It belongs to the pool's handle: after
+ `pinpool_close` each call with it answers `PINPOOL_CLOSED`.
+ */
+typedef struct pinpool_share_t pinpool_share_t;
+
+/*
  A pool. Any thread may use it, several at a time; only `pinpool_close` must not run beside another
  call with the same handle.
  */
@@ -199,6 +205,20 @@ typedef struct pinpool_registrar_t {
      */
     void (*release)(void *context);
 } pinpool_registrar_t;
+
+/*
+ A reservation that a pool shall have.
+ */
+typedef struct pinpool_reserve_t {
+    /*
+     Its name; copied.
+     */
+    const char *name;
+    /*
+     Bytes that nobody else can take. All reservations together must leave something of the capacity.
+     */
+    size_t bytes;
+} pinpool_reserve_t;
 
 /*
  What a pool shall be. Fill it with `pinpool_options_init`, then set what shall differ.
@@ -258,6 +278,14 @@ typedef struct pinpool_options_t {
      Bytes left, not counting those in buffers, below which it grows; 0 for an eighth of `capacity`.
      */
     size_t low_watermark;
+    /*
+     `share_count` reservations inside the pool, each with a name of its own; null for none. Copied.
+     */
+    const struct pinpool_reserve_t *shares;
+    /*
+     How many there are.
+     */
+    size_t share_count;
 } pinpool_options_t;
 
 /*
@@ -303,6 +331,48 @@ typedef struct pinpool_keys_t {
      */
     int has_rkey;
 } pinpool_keys_t;
+
+/*
+ The books of one share's reserve. Buffers that it was given beyond that are in the pool's.
+ */
+typedef struct pinpool_share_stats_t {
+    /*
+     Bytes of this struct, set by the caller before the call, so that it can grow.
+     */
+    size_t size;
+    /*
+     Bytes of the reserve.
+     */
+    size_t reserved;
+    /*
+     Bytes of blocks of it that are out.
+     */
+    size_t live;
+    /*
+     How many buffers of it are out.
+     */
+    size_t live_buffers;
+    /*
+     How often the whole reserve was searched in vain.
+     */
+    uint64_t ran_dry;
+    /*
+     How often an allocation was refused, since the unreserved memory had nothing either.
+     */
+    uint64_t refused;
+    /*
+     How many calls wait for memory now.
+     */
+    size_t waiting;
+    /*
+     How many have waited or do, over the pool's life.
+     */
+    uint64_t waits;
+    /*
+     How long those that wait no longer did, together, in nanoseconds.
+     */
+    uint64_t wait_time_ns;
+} pinpool_share_stats_t;
 
 /*
  Where a pool's bytes are. At a quiet point live + cached + free + unused = capacity.
@@ -525,6 +595,44 @@ int pinpool_free_many(const struct pinpool_t *pool, const struct pinpool_buf_t *
  `pool` is null or came from `pinpool_open`, `keys` is null or points to a place for keys.
  */
 int pinpool_keys(const struct pinpool_t *pool, const void *addr, struct pinpool_keys_t *keys);
+
+/*
+ Finds a share by its name and writes it to `*share`, null on an error. It need not be given back.
+
+ Requires:
+ `pool` is null or came from `pinpool_open`, `name` is null or a string, `share` is null or points to a place
+ for the share.
+ */
+int pinpool_share(const struct pinpool_t *pool, const char *name, const struct pinpool_share_t **share);
+
+/*
+ As `pinpool_alloc`, from the share's reserve, and when that has nothing left, from what no share has
+ reserved. The buffer is freed by `pinpool_free`, and so goes back to where it came from.
+
+ Requires:
+ `share` is null or came from `pinpool_share`, `buf` is null or points to a place for a buffer.
+ */
+int pinpool_share_alloc(const struct pinpool_share_t *share, size_t len, struct pinpool_buf_t *buf);
+
+/*
+ As `pinpool_alloc_wait`, from the share: a buffer freed to the reserve wakes those who wait for that share,
+ one freed to the unreserved memory anybody. `pinpool_close` must not be called while a call waits.
+
+ Requires:
+ As `pinpool_share_alloc`.
+ */
+int pinpool_share_alloc_wait(const struct pinpool_share_t *share,
+                             size_t len,
+                             uint64_t timeout_ns,
+                             struct pinpool_buf_t *buf);
+
+/*
+ Sums up a share's books. Takes locks, and sends every thread through its slow path once.
+
+ Requires:
+ `share` is null or came from `pinpool_share`, `stats` is null or points to a struct whose `size` is set.
+ */
+int pinpool_share_stats(const struct pinpool_share_t *share, struct pinpool_share_stats_t *stats);
 
 /*
  Gives a buffer up for a token, to ride in a work request's `wr_id`, and writes it to `*token`. Until

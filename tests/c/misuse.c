@@ -8,6 +8,7 @@
  * - a pool with a buffer out does not close, and does once it is back
  * - a forked child
  * - tokens: used twice, stale, of another pool, made up, by all threads at once; the address of one in flight
+ * - shares: what one has reserved no other takes, and its books; unknown names, nulls, after close
  * - waits: one woken by another thread's free, one that times out, one for what can never be had
  * - eight threads that free one another's buffers, and one pointer by all of them: one succeeds
  */
@@ -431,6 +432,79 @@ static void growth(void) {
     ANSWERS(pinpool_close(pool), PINPOOL_OK);
 }
 
+static void shares(void) {
+    const size_t block = 64 << 10, reserve = 256 << 10;
+    pinpool_reserve_t wanted[] = {{"send", reserve}, {"receive", reserve}};
+    pinpool_options_t o = soft(1 << 20);
+    pinpool_t *pool = NULL;
+    const pinpool_share_t *send = NULL, *receive = NULL, *none = (const pinpool_share_t *)&o;
+    pinpool_buf_t buf, bufs[64];
+    pinpool_share_stats_t books;
+    size_t n = 0, i;
+    uint64_t token;
+
+    o.shares = wanted;
+    o.share_count = 2;
+    wanted[0].name = NULL;
+    ANSWERS(pinpool_open(&o, &pool), PINPOOL_NULL);
+    wanted[0].name = "receive";
+    CHECK(pinpool_open(&o, &pool) != PINPOOL_OK && pool == NULL);
+    wanted[0].name = "send";
+    wanted[0].bytes = 64 << 20;
+    CHECK(pinpool_open(&o, &pool) != PINPOOL_OK && pool == NULL);
+    wanted[0].bytes = reserve;
+    o.shares = NULL;
+    ANSWERS(pinpool_open(&o, &pool), PINPOOL_NULL);
+    o.shares = wanted;
+    ANSWERS(pinpool_open(&o, &pool), PINPOOL_OK);
+
+    ANSWERS(pinpool_share(NULL, "send", &send), PINPOOL_NULL);
+    ANSWERS(pinpool_share(pool, NULL, &send), PINPOOL_NULL);
+    ANSWERS(pinpool_share(pool, "send", NULL), PINPOOL_NULL);
+    ANSWERS(pinpool_share(pool, "sent", &none), PINPOOL_INVALID);
+    CHECK(none == NULL && strstr(pinpool_last_error(), "send, receive") != NULL);
+    ANSWERS(pinpool_share(pool, "send", &send), PINPOOL_OK);
+    ANSWERS(pinpool_share(pool, "receive", &receive), PINPOOL_OK);
+    CHECK(send != NULL && receive != NULL && send != receive);
+    ANSWERS(pinpool_share_alloc(NULL, 64, &buf), PINPOOL_NULL);
+    ANSWERS(pinpool_share_alloc(send, 64, NULL), PINPOOL_NULL);
+    ANSWERS(pinpool_share_alloc_wait(NULL, 64, 0, &buf), PINPOOL_NULL);
+    ANSWERS(pinpool_share_stats(send, NULL), PINPOOL_NULL);
+    books.size = 1;
+    ANSWERS(pinpool_share_stats(send, &books), PINPOOL_INVALID);
+
+    /* One direction takes all that it can get, and the other still has what it reserved. */
+    while (pinpool_share_alloc(send, block, &bufs[n]) == PINPOOL_OK) n++;
+    CHECK(n >= reserve / block && n < 16);
+    ANSWERS(pinpool_alloc(pool, block, &buf), PINPOOL_EXHAUSTED);
+    ANSWERS(pinpool_share_alloc_wait(send, block, 1000, &buf), PINPOOL_TIMEOUT);
+    for (i = 0; i < reserve / block; i++) ANSWERS(pinpool_share_alloc(receive, block, &bufs[n + i]), PINPOOL_OK);
+    ANSWERS(pinpool_share_alloc(receive, block, &buf), PINPOOL_EXHAUSTED);
+    books.size = sizeof books;
+    ANSWERS(pinpool_share_stats(receive, &books), PINPOOL_OK);
+    CHECK(books.reserved == reserve && books.live == reserve && books.live_buffers == reserve / block);
+    CHECK(books.refused > 0 && books.ran_dry > 0 && books.waiting == 0);
+
+    /* Freed through the pool, from whichever share; twice is told, as ever; tokens too. */
+    n += reserve / block;
+    ANSWERS(pinpool_into_token(pool, bufs[n - 1].addr, &token), PINPOOL_OK);
+    ANSWERS(pinpool_free(pool, bufs[n - 1].addr), PINPOOL_NOT_OUT);
+    ANSWERS(pinpool_from_token(pool, token, &bufs[n - 1]), PINPOOL_OK);
+    ANSWERS(pinpool_from_token(pool, token, &buf), PINPOOL_TOKEN_STALE);
+    ANSWERS(pinpool_close(pool), PINPOOL_LIVE);
+    for (i = 0; i < n; i++) {
+        ANSWERS(pinpool_free(pool, bufs[i].addr), PINPOOL_OK);
+        ANSWERS(pinpool_free(pool, bufs[i].addr), PINPOOL_NOT_OUT);
+    }
+    ANSWERS(pinpool_share_stats(receive, &books), PINPOOL_OK);
+    CHECK(books.live == 0 && books.live_buffers == 0);
+    ANSWERS(pinpool_close(pool), PINPOOL_OK);
+    ANSWERS(pinpool_share(pool, "send", &none), PINPOOL_CLOSED);
+    ANSWERS(pinpool_share_alloc(send, 64, &buf), PINPOOL_CLOSED);
+    ANSWERS(pinpool_share_alloc_wait(send, 64, 0, &buf), PINPOOL_CLOSED);
+    ANSWERS(pinpool_share_stats(send, &books), PINPOOL_CLOSED);
+}
+
 static int registered, fail_at, released;
 
 static int reg(void *context, void *addr, size_t len, size_t page, uint32_t access, uint64_t *handle,
@@ -486,6 +560,7 @@ int main(void) {
     threads();
     tokens();
     one_redeems();
+    shares();
     waits();
     growth();
     printf("misuse: every call answered (pinpool %s)\n", pinpool_version());

@@ -6,7 +6,10 @@ use std::{
     ptr::NonNull,
 };
 
-use super::fail::{PINPOOL_INVALID, code_of_device, fail, null, text};
+use super::{
+    fail::{PINPOOL_INVALID, code_of_device, fail, null, text},
+    share::{self, pinpool_reserve_t},
+};
 use crate::{
     access::{Access, LKey, RKey},
     config::{Builder, Numa, PageSize, Pages},
@@ -100,6 +103,10 @@ pub struct pinpool_options_t {
     pub max_capacity: usize,
     /// Bytes left, not counting those in buffers, below which it grows; 0 for an eighth of `capacity`.
     pub low_watermark: usize,
+    /// `share_count` reservations inside the pool, each with a name of its own; null for none. Copied.
+    pub shares: *const pinpool_reserve_t,
+    /// How many there are.
+    pub share_count: usize,
 }
 
 /// Fills a struct with the defaults. Null is ignored.
@@ -122,6 +129,8 @@ pub unsafe extern "C" fn pinpool_options_init(options: *mut pinpool_options_t) {
         colouring: 0,
         max_capacity: 0,
         low_watermark: 0,
+        shares: std::ptr::null(),
+        share_count: 0,
     };
     if !options.is_null() {
         // SAFETY: not null, and so a struct of the caller's (contract).
@@ -141,6 +150,7 @@ pub(super) struct Wanted {
     colouring: bool,
     max_capacity: Option<usize>,
     low_watermark: Option<usize>,
+    pub(super) shares: Vec<(String, usize)>,
 }
 
 impl Wanted {
@@ -208,6 +218,8 @@ impl Wanted {
             colouring: o.colouring != 0,
             max_capacity: (o.max_capacity != 0).then_some(o.max_capacity),
             low_watermark: (o.low_watermark != 0).then_some(o.low_watermark),
+            // SAFETY: null with a count of 0, or so many structs (contract).
+            shares: unsafe { share::read(o.shares, o.share_count) }?,
             // SAFETY: passed on.
             device: unsafe { device(&o) }?,
         })
@@ -230,6 +242,9 @@ impl Wanted {
         }
         if let Some(bytes) = self.low_watermark {
             builder = builder.low_watermark(bytes);
+        }
+        for (name, bytes) in self.shares {
+            builder = builder.share(name, bytes);
         }
         builder
     }

@@ -3,9 +3,12 @@
 use std::{
     ffi::{c_int, c_void},
     ptr::{self, NonNull},
-    sync::atomic::{
-        AtomicPtr,
-        Ordering::{AcqRel, Acquire, Release},
+    sync::{
+        OnceLock,
+        atomic::{
+            AtomicPtr,
+            Ordering::{AcqRel, Acquire, Release},
+        },
     },
 };
 
@@ -17,11 +20,12 @@ use super::{
         fail, guarded, null,
     },
     options::{Wanted, pinpool_options_t},
+    share::pinpool_share_t,
 };
 use crate::{
     device::Device,
     error::Bytes,
-    pool::{Core, Pool, PoolRef},
+    pool::{Core, Pool, PoolRef, Share},
 };
 
 /// A pool. Any thread may use it, several at a time; only `pinpool_close` must not run beside another
@@ -32,11 +36,15 @@ pub struct pinpool_t {
     slot_offset: u32,
     /// Boxed and leaked; null once it was closed.
     opened: AtomicPtr<Opened>,
+    /// In the order of the options; made with the handle, and as lasting.
+    shares: OnceLock<Vec<pinpool_share_t>>,
 }
 
 /// What an open handle holds.
 pub(super) struct Opened {
     pub(super) pool: Pool,
+    /// In the order of the options.
+    pub(super) shares: Vec<Share>,
     /// Kept for its PD, which the caller may have asked for.
     device: Device,
 }
@@ -66,7 +74,7 @@ impl pinpool_t {
     /// # Safety
     /// `handle` is null or came from `pinpool_open`.
     #[inline(always)]
-    unsafe fn opened<'a>(handle: *const Self) -> Result<&'a Opened, c_int> {
+    pub(super) unsafe fn opened<'a>(handle: *const Self) -> Result<&'a Opened, c_int> {
         if handle.is_null() {
             return Err(null("pool"));
         }
@@ -78,6 +86,13 @@ impl pinpool_t {
         }
         // SAFETY: not closed, and not being closed beside this call (contract of `pinpool_close`).
         Ok(unsafe { &*opened })
+    }
+}
+
+impl pinpool_t {
+    /// The handle of the share at this place.
+    pub(super) fn share(&self, index: usize) -> *const pinpool_share_t {
+        self.shares.get().and_then(|shares| shares.get(index)).map_or(ptr::null(), ptr::from_ref)
     }
 }
 
@@ -117,12 +132,19 @@ pub unsafe extern "C" fn pinpool_open(
             Err(code) => return code,
         };
         let device = wanted.device.clone();
+        let names: Vec<_> = wanted.shares.iter().map(|(name, _)| name.clone()).collect();
         match wanted.builder().build() {
             Ok(built) => {
                 let PoolRef { core, slot_offset } = built.inner();
-                let opened = Box::into_raw(Box::new(Opened { pool: built, device }));
+                // Names there are; a handle that cannot be had would be a fault here.
+                let shares: Vec<_> = names.iter().filter_map(|n| built.share(n).ok()).collect();
+                debug_assert_eq!(shares.len(), names.len());
+                let opened = Box::into_raw(Box::new(Opened { pool: built, shares, device }));
                 let (core, opened) = (AtomicPtr::new(core.as_ptr()), AtomicPtr::new(opened));
-                let handle = keep(pinpool_t { core, slot_offset, opened });
+                let shares = OnceLock::new();
+                let handle = keep(pinpool_t { core, slot_offset, opened, shares });
+                let share = |index| pinpool_share_t { pool: handle, index };
+                handle.shares.get_or_init(|| (0..names.len()).map(share).collect());
                 // SAFETY: as above.
                 unsafe { pool.write(ptr::from_ref(handle).cast_mut()) };
                 PINPOOL_OK as c_int
@@ -185,7 +207,8 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_t) -> c_int {
             return closed();
         }
         // SAFETY: leaked by `pinpool_open`, and the swap gave it to this call alone.
-        let Opened { pool, device } = *unsafe { Box::from_raw(inner) };
+        let Opened { pool, shares, device } = *unsafe { Box::from_raw(inner) };
+        drop(shares);
         let closed = pool.close();
         // After the pool, so that a PD of its own goes here at the latest.
         drop(device);

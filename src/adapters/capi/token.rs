@@ -73,7 +73,7 @@ pub unsafe extern "C" fn pinpool_from_token(
         if pool.core().foreign() {
             return forked();
         }
-        match pool.from_token(token) {
+        match pool.from_any_token(token) {
             Ok(got) => {
                 // SAFETY: not null, and so a place of the caller's (contract).
                 unsafe { buf.write(give(got)) };
