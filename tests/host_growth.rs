@@ -642,7 +642,7 @@ fn ten_thousand_growths_and_shrinks_under_eight_threads() {
                     let mut held: Vec<(Buf, u8)> = Vec::new();
                     while !done.load(Relaxed) {
                         if held.len() < 3
-                            && let Ok(mut buf) = pool.alloc(SIZES[rng.below(4) as usize])
+                            && let Ok(mut buf) = pool.alloc(SIZES[rng.below(4)])
                         {
                             let tag = rng.next() as u8;
                             buf.fill(tag);
