@@ -3,7 +3,7 @@
 
 use std::{fmt, os::fd::OwnedFd, path::PathBuf, str::FromStr};
 
-use super::{MAX, MAX_ARENAS};
+use super::plan::{MAX, MAX_ARENAS};
 use crate::{error::ExportError, size_class::PAGE};
 
 /// One arena, as it lies in its pool.

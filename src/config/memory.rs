@@ -8,7 +8,8 @@ use std::{
 };
 
 use super::{
-    Asked, Builder, Candidates, Layout, MAX, Pages, PoolExport, Sizes, arena_stride, shortest,
+    Asked, Builder, Candidates, Layout, Pages, PoolExport,
+    plan::{MAX, Sizes, arena_stride, shortest},
 };
 use crate::{
     device::{DeviceInfo, Pinning},
