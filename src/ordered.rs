@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering::Relaxed},
 };
 
-use crate::sys::mmap::{Zeroable, ZeroedTable};
+use crate::sys::table::{Zeroable, ZeroedTable};
 
 pub(crate) type Pair = (u32, u32);
 

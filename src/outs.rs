@@ -22,7 +22,7 @@ use crate::{
     page_map::PageMap,
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
     sync::{Mutex, unlikely},
-    sys::mmap::{self, Zeroable, ZeroedTable},
+    sys::table::{self, Zeroable, ZeroedTable},
 };
 
 // SAFETY: an atomic, of which zero is a valid value.
@@ -181,7 +181,7 @@ impl Outs {
     /// Bytes of the tables that are in memory.
     pub(crate) fn table_bytes(&self) -> usize {
         let parts = self.parts.lock();
-        let marks = parts.iter().map(|part| mmap::resident_bytes(&part[..]));
+        let marks = parts.iter().map(|part| table::resident_bytes(&part[..]));
         self.near.resident_bytes() + self.far.resident_bytes() + marks.sum::<usize>()
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     published::Published,
     size_class::PAGE_SHIFT,
     sync::atomic::{AtomicU32, Ordering::Relaxed},
-    sys::mmap::ZeroedTable,
+    sys::table::ZeroedTable,
 };
 
 /// What a page belongs to, packed into one word: 0 for nothing, a slab's number, or, on the first and

@@ -24,7 +24,7 @@ use crate::{
     page_map::{PageEntry, PageMap},
     size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
-    sys::mmap::{Zeroable, ZeroedTable},
+    sys::table::{Zeroable, ZeroedTable},
 };
 
 /// A block as caches hold it and as handles carry it on: where it is and its region's keys, each one

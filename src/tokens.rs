@@ -35,7 +35,7 @@ use crate::{
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
     sync::{Mutex, unlikely},
     sys::{
-        mmap::{self, Zeroable, ZeroedTable},
+        table::{self, Zeroable, ZeroedTable},
         tick::{self, Epoch},
     },
 };
@@ -406,7 +406,7 @@ impl Tokens {
     /// Bytes of the tables that are in memory.
     pub(crate) fn table_bytes(&self) -> usize {
         let parts = self.parts.lock();
-        let far = parts.iter().map(|part| mmap::resident_bytes(&part.records));
+        let far = parts.iter().map(|part| table::resident_bytes(&part.records));
         self.near.resident_bytes() + self.far.resident_bytes() + far.sum::<usize>()
     }
 }

@@ -17,6 +17,7 @@ pub(crate) mod shadow;
 pub(crate) mod shared;
 pub(crate) mod signals;
 pub(crate) mod smaps;
+pub(crate) mod table;
 pub(crate) mod tick;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod verbs;
