@@ -82,6 +82,7 @@ mod preflight;
 mod arena;
 #[cfg(not(loom))]
 mod ordered;
+#[cfg(not(loom))]
 mod page_map;
 mod published;
 #[cfg(not(loom))]
