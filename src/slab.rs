@@ -400,6 +400,8 @@ impl Slabs {
         let mut runs = Vec::new();
         let mut at = 0;
         loop {
+            // Nothing is allocated under the lock.
+            runs.reserve(AT_ONCE);
             let state = self.state.lock();
             let next = state.next as usize;
             let end = next.min(at + AT_ONCE);

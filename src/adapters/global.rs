@@ -126,6 +126,10 @@ impl Default for PinnedAlloc {
 
 impl<G> PinnedAlloc<G> {
     /// Makes an allocator over another one, for sizes of 4 KiB and above.
+    ///
+    /// The other one may call the global allocator, and so this, for instance to log; but not while it holds a
+    /// lock that it needs when it is called: some of the pool's own tables come from it, and are made under
+    /// locks of the pool's.
     pub const fn over(wrapped: G) -> Self {
         Self {
             wrapped,
