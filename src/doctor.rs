@@ -52,7 +52,7 @@ impl Default for DoctorOptions<'_> {
     }
 }
 
-/// What [`doctor`] found. Its [`Display`](fmt::Display) is what `pinpool doctor` prints.
+/// What [`doctor`] found. Its [`Display`](std::fmt::Display) is what `pinpool doctor` prints.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {

@@ -62,13 +62,13 @@ pub enum Event<'a> {
         /// Why, with the numbers.
         error: &'a BuildError,
     },
-    /// Somebody wrote to memory that nobody had ([`Guards::poison`]).
+    /// Somebody wrote to memory that nobody had ([`Guards::poison`](crate::Guards::poison)).
     WrittenAfterFree(&'a Damage),
-    /// Somebody wrote beyond the end of a buffer ([`Guards::canary`]).
+    /// Somebody wrote beyond the end of a buffer ([`Guards::canary`](crate::Guards::canary)).
     WrittenBeyondEnd(&'a Damage),
     /// The last handle of a pool goes while buffers of it are out, in handles, as tokens or as bare addresses: the
     /// last of them to come back takes the pool down; those that never do have leaked, with their arenas.
-    /// [`Builder::track`] has it say whose they are.
+    /// [`Builder::track`](crate::Builder::track) has it say whose they are.
     StillOut(&'a Outstanding),
     /// A pool was built.
     Built {
