@@ -338,11 +338,12 @@ impl Core {
                     self.slabs.prepare_arena(standing.offset, standing.len);
                     self.prepare_guarded(standing.offset, standing.len, true);
                     self.publish(&standing);
+                    // Before the capacity can be seen: who sees that finds it counted.
+                    g.growths.fetch_add(1, Relaxed);
                     self.slabs.add_arena(standing.offset, standing.len);
                     self.depot.limits.follow(self.slabs.capacity());
                     self.show(arenas);
                     drop(guard);
-                    g.growths.fetch_add(1, Relaxed);
                     let capacity = self.slabs.capacity();
                     later.push(Later::Grew { len: standing.len, capacity, took });
                     self.wake_waiters();
