@@ -82,6 +82,21 @@ impl Map {
     }
 }
 
+impl Map {
+    /// It is as it was: `left` is in it, and smaps says what it said. A hugepage that NUMA balancing has marked is
+    /// not counted there (it is looked up with `FOLL_DUMP`, which such an entry refuses) until it is touched; so it is
+    /// touched, once its contents have shown that it is the same memory.
+    fn is_back(&mut self, left: &[u8], before: &str) {
+        for _ in 0..100 {
+            same(self.bytes(), left);
+            if self.smaps() == before {
+                return;
+            }
+        }
+        assert_eq!(self.smaps(), before);
+    }
+}
+
 impl Drop for Map {
     fn drop(&mut self) {
         // SAFETY: mapped by `new`, and no longer used.
@@ -132,6 +147,8 @@ fn adopted_memory_takes_rdma_and_comes_back_as_it_was() {
     for (n, (flags, page)) in kinds.into_iter().enumerate() {
         let mut map = Map::new(6 * MIB, flags);
         fill(map.bytes(), n as u64);
+        // Made now, lest a mapping of its own join the one that is looked at.
+        let mut left = map.bytes().to_vec();
         let (before, pinned) = (map.smaps(), vm_pin());
         for access in [ALL, ALL | Access::ZERO_BASED] {
             for (arena_size, arenas) in [(None, 1), (Some(2 * MIB), 3)] {
@@ -153,8 +170,10 @@ fn adopted_memory_takes_rdma_and_comes_back_as_it_was() {
                 same(&whole, &pattern(n as u64, map.len)[at..at + whole.len()]);
                 drop(whole);
                 by_rdma(&device, &pool, 100);
+                left.copy_from_slice(map.bytes());
                 pool.close().expect("close");
-                assert_eq!((map.smaps(), vm_pin()), (before.clone(), pinned));
+                map.is_back(&left, &before);
+                assert_eq!(vm_pin(), pinned);
                 fill(map.bytes(), n as u64);
             }
         }
