@@ -69,17 +69,12 @@ impl Outs {
     /// Marks a block, which the caller owns, as out.
     #[inline(always)]
     pub(crate) fn set(&self, block: NonNull<u8>, place: Place) {
-        let offset = block.as_ptr() as usize - self.base;
-        if !offset.is_multiple_of(PAGE) {
-            return self.part_for(offset)[Self::in_part(offset)].set(place.offset() as u16);
+        if !self.set_at_hand(block, place) {
+            self.set_first(block, place);
         }
-        debug_assert!(offset < self.len);
-        // SAFETY: a block lies in the pool, so its page is one of those that the table was made for.
-        unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.offset() as u16);
     }
 
-    /// Marks a block, which the caller owns, as out; false, and nothing done, if its part is not there yet.
-    #[cfg(feature = "capi")]
+    /// The same; false, and nothing done, if its part is not there yet.
     #[inline(always)]
     pub(crate) fn set_at_hand(&self, block: NonNull<u8>, place: Place) -> bool {
         let offset = block.as_ptr() as usize - self.base;
@@ -92,6 +87,13 @@ impl Outs {
         // SAFETY: a block lies in the pool, so its page is one of those that the table was made for.
         unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.offset() as u16);
         true
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn set_first(&self, block: NonNull<u8>, place: Place) {
+        let offset = block.as_ptr() as usize - self.base;
+        self.make_part(offset)[Self::in_part(offset)].set(place.offset() as u16);
     }
 
     /// Ends being out: exactly one of several callers with the address of a block that is out gets its place,
@@ -148,13 +150,7 @@ impl Outs {
         unsafe { marks.as_ref() }
     }
 
-    #[inline]
-    fn part_for(&self, offset: usize) -> &[Mark; MARKS] {
-        self.part(offset).unwrap_or_else(|| self.make_part(offset))
-    }
-
-    #[cold]
-    #[inline(never)]
+    /// The part that an offset is in, made if need be.
     fn make_part(&self, offset: usize) -> &[Mark; MARKS] {
         let mut parts = self.parts.lock();
         // Another thread may have been faster.

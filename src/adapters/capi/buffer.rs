@@ -58,6 +58,42 @@ pub(super) fn give(buf: Buf) -> pinpool_buf_t {
     pinpool_buf_t { addr, len, lkey: keys.lkey, rkey: keys.rkey, has_rkey: keys.has_rkey }
 }
 
+/// Has `from` allocate from a pool, or from a share of one, and turns the buffer over to C.
+///
+/// # Safety
+/// `buf` is null or points to a place for a buffer.
+pub(super) unsafe fn hand_over<S>(
+    source: impl FnOnce() -> Result<S, c_int>,
+    buf: *mut pinpool_buf_t,
+    from: impl FnOnce(S) -> Result<Buf, AllocError>,
+) -> c_int {
+    guarded(|| {
+        let source = match source() {
+            Ok(source) => source,
+            Err(code) => return code,
+        };
+        if buf.is_null() {
+            return null("the place for the buffer");
+        }
+        match from(source) {
+            Ok(got) => {
+                // SAFETY: not null, and so a place of the caller's (contract).
+                unsafe { buf.write(give(got)) };
+                PINPOOL_OK as c_int
+            }
+            Err(e) => fail(code_of_alloc(&e), e),
+        }
+    })
+}
+
+/// A timeout as C says it: what the clock cannot count to is for ever.
+pub(super) fn timeout_of(ns: u64) -> Duration {
+    match ns {
+        u64::MAX => Duration::MAX,
+        ns => Duration::from_nanos(ns),
+    }
+}
+
 /// Takes a buffer back from C.
 #[inline(always)]
 pub(super) fn take(pool: &Pool, addr: *mut c_void) -> Result<Buf, c_int> {
@@ -143,24 +179,8 @@ unsafe extern "C" fn alloc_slowly(
     len: usize,
     buf: *mut pinpool_buf_t,
 ) -> c_int {
-    guarded(|| {
-        // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if buf.is_null() {
-            return null("the place for the buffer");
-        }
-        match pool.alloc(len) {
-            Ok(got) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { buf.write(give(got)) };
-                PINPOOL_OK as c_int
-            }
-            Err(e) => fail(code_of_alloc(&e), e),
-        }
-    })
+    // SAFETY: passed on, both.
+    unsafe { hand_over(|| pinpool_t::get(pool), buf, |pool: &Pool| pool.alloc(len)) }
 }
 
 /// Allocates a buffer of `len` bytes that starts at a multiple of `alignment`, a power of two.
@@ -174,34 +194,23 @@ pub unsafe extern "C" fn pinpool_alloc_aligned(
     alignment: usize,
     buf: *mut pinpool_buf_t,
 ) -> c_int {
-    guarded(|| {
-        // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if buf.is_null() {
-            return null("the place for the buffer");
-        }
-        let got = match Layout::from_size_align(len, alignment) {
-            Ok(layout) => pool.alloc_layout(layout),
-            Err(_) if alignment.is_power_of_two() => {
-                Err(AllocError::TooLarge { asked: len, max: pool.max_len() })
-            }
-            Err(_) => {
-                let max = 1 << pool.max_len().ilog2();
-                Err(AllocError::Alignment { asked: alignment, max })
-            }
-        };
-        match got {
-            Ok(got) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { buf.write(give(got)) };
-                PINPOOL_OK as c_int
-            }
-            Err(e) => fail(code_of_alloc(&e), e),
-        }
-    })
+    // SAFETY: passed on, both.
+    unsafe {
+        hand_over(
+            || pinpool_t::get(pool),
+            buf,
+            |pool: &Pool| match Layout::from_size_align(len, alignment) {
+                Ok(layout) => pool.alloc_layout(layout),
+                Err(_) if alignment.is_power_of_two() => {
+                    Err(AllocError::TooLarge { asked: len, max: pool.max_len() })
+                }
+                Err(_) => Err(AllocError::Alignment {
+                    asked: alignment,
+                    max: 1 << pool.max_len().ilog2(),
+                }),
+            },
+        )
+    }
 }
 
 /// Allocates a buffer of `len` bytes, and waits up to `timeout_ns` nanoseconds until there is one; 0 does not
@@ -220,29 +229,14 @@ pub unsafe extern "C" fn pinpool_alloc_wait(
     timeout_ns: u64,
     buf: *mut pinpool_buf_t,
 ) -> c_int {
-    guarded(|| {
-        // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if buf.is_null() {
-            return null("the place for the buffer");
-        }
-        // What the clock cannot count to is for ever.
-        let timeout = match timeout_ns {
-            u64::MAX => Duration::MAX,
-            ns => Duration::from_nanos(ns),
-        };
-        match pool.alloc_wait(len, timeout) {
-            Ok(got) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { buf.write(give(got)) };
-                PINPOOL_OK as c_int
-            }
-            Err(e) => fail(code_of_alloc(&e), e),
-        }
-    })
+    // SAFETY: passed on, both.
+    unsafe {
+        hand_over(
+            || pinpool_t::get(pool),
+            buf,
+            |pool: &Pool| pool.alloc_wait(len, timeout_of(timeout_ns)),
+        )
+    }
 }
 
 /// Allocates up to `n` buffers of `len` bytes into `bufs`, and writes to `*got` how many there were. It is

@@ -3,15 +3,14 @@
 use std::{
     ffi::{CStr, c_char, c_int},
     ptr, slice,
-    time::Duration,
 };
 
 use super::{
-    buffer::{give, pinpool_buf_t},
-    fail::{PINPOOL_INVALID, PINPOOL_OK, code_of_alloc, fail, guarded, null, text as text_of},
+    buffer::{hand_over, pinpool_buf_t, timeout_of},
+    fail::{PINPOOL_INVALID, PINPOOL_OK, fail, guarded, null, text as text_of},
     pool::{Opened, pinpool_t},
 };
-use crate::{buf::Buf, error::AllocError, pool::Share};
+use crate::pool::Share;
 
 /// A reservation that a pool shall have.
 #[repr(C)]
@@ -116,33 +115,6 @@ pub unsafe extern "C" fn pinpool_share(
     })
 }
 
-/// # Safety
-/// `share` is null or came from `pinpool_share`, `buf` is null or points to a place for a buffer.
-unsafe fn alloc(
-    share: *const pinpool_share_t,
-    buf: *mut pinpool_buf_t,
-    from: impl FnOnce(&Share) -> Result<Buf, AllocError>,
-) -> c_int {
-    guarded(|| {
-        // SAFETY: passed on.
-        let share = match unsafe { pinpool_share_t::get(share) } {
-            Ok((_, share)) => share,
-            Err(code) => return code,
-        };
-        if buf.is_null() {
-            return null("the place for the buffer");
-        }
-        match from(share) {
-            Ok(got) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { buf.write(give(got)) };
-                PINPOOL_OK as c_int
-            }
-            Err(e) => fail(code_of_alloc(&e), e),
-        }
-    })
-}
-
 /// As `pinpool_alloc`, from the share's reserve, and when that has nothing left, from what no share has
 /// reserved. The buffer is freed by `pinpool_free`, and so goes back to where it came from.
 ///
@@ -154,8 +126,8 @@ pub unsafe extern "C" fn pinpool_share_alloc(
     len: usize,
     buf: *mut pinpool_buf_t,
 ) -> c_int {
-    // SAFETY: passed on.
-    unsafe { alloc(share, buf, |share| share.alloc(len)) }
+    // SAFETY: passed on, both.
+    unsafe { hand_over(|| pinpool_share_t::get(share), buf, |(_, share)| share.alloc(len)) }
 }
 
 /// As `pinpool_alloc_wait`, from the share: a buffer freed to the reserve wakes those who wait for that share,
@@ -170,13 +142,14 @@ pub unsafe extern "C" fn pinpool_share_alloc_wait(
     timeout_ns: u64,
     buf: *mut pinpool_buf_t,
 ) -> c_int {
-    // What the clock cannot count to is for ever.
-    let timeout = match timeout_ns {
-        u64::MAX => Duration::MAX,
-        ns => Duration::from_nanos(ns),
-    };
     // SAFETY: passed on.
-    unsafe { alloc(share, buf, |share| share.alloc_wait(len, timeout)) }
+    unsafe {
+        hand_over(
+            || pinpool_share_t::get(share),
+            buf,
+            |(_, share)| share.alloc_wait(len, timeout_of(timeout_ns)),
+        )
+    }
 }
 
 /// The books of one share's reserve. Buffers that it was given beyond that are in the pool's.
