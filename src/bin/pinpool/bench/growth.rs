@@ -53,7 +53,7 @@ const METHOD: &str = "\
 Method: Threads take buffers of 64 bytes to 64 KiB, some dozen at a time, touch each, and give them back; each \
 alloc is timed by itself. The growing side begins with the pool, whose watermark is such that it brings up one \
 arena after the other until it is as large as it may be, and ends with that, so that a growth is under way at \
-every sample but for the moments between two arenas. The quiet side runs for as long, in equal parts, on pools that \
+every sample but for the moments between two arenas. The quiet side runs for as long (at least a fifth of a second each), in equal parts, on pools that \
 cannot grow, of each size that the other has on its way: how much threads may cache depends on that. The sides take turns in being first. What is shown is the median, \
 over the repetitions, of the slowest of a thousand (p99.9), over all threads.
 
@@ -64,6 +64,9 @@ the growing side. What others do on the machine meanwhile is in both.";
 const STEP: usize = 1 << 20;
 /// Allocs that are not counted at the start of each side.
 const WARM_UP: usize = 20_000;
+
+/// How long each of the pools that do not grow is looked at, at least: on slow processors warming up takes a part of it.
+const SHORTEST: Duration = Duration::from_millis(200);
 /// The most buffers that one thread holds.
 const BURST: usize = 48;
 
@@ -239,7 +242,7 @@ impl Job {
         let sizes: Vec<usize> = (self.capacity..self.max_capacity).step_by(self.arena).collect();
         let mut times = Times::new();
         for &size in &sizes {
-            let each = time / sizes.len() as u32;
+            let each = (time / sizes.len() as u32).max(SHORTEST);
             times.merge(&self.side(args, threads, Some((size, each)))?.times);
         }
         Ok(times)
