@@ -449,7 +449,10 @@ impl Core {
 
     /// Copies what is told of arenas and devices.
     pub(super) fn show(&self, arenas: &Arenas) {
-        self.shown.lock().copy(arenas);
+        let now = Arc::new(super::rails::Shown::of(arenas));
+        let before = std::mem::replace(&mut *self.shown.lock(), now);
+        // Without the lock.
+        drop(before);
     }
 }
 
