@@ -2,7 +2,7 @@
 //! allocator, those from the middle of the pool's slow paths too, makes strings and vectors, all of
 //! which come back to the global allocator. Proves: no recursion, no deadlock, nothing lost.
 #![cfg(all(feature = "global", feature = "fault"))]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 mod common;
 
