@@ -13,6 +13,7 @@ mod free;
 mod grow;
 mod guarded;
 mod leaks;
+mod line;
 mod map;
 mod posted;
 mod rails;
