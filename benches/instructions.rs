@@ -44,7 +44,7 @@ const TOKEN: u64 = PLAIN + 42;
 /// A bare address and back, any length; wrong ones are told.
 const RAW: u64 = 83;
 /// The same through the C interface, where nothing is inlined.
-const C: u64 = 111;
+const C: u64 = 107;
 
 fn builder() -> Builder {
     Pool::builder()

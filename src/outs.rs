@@ -96,24 +96,36 @@ impl Outs {
         self.make_part(offset)[Self::in_part(offset)].set(place.offset() as u16);
     }
 
+    /// Where the marks begin, and how far they go, in bytes.
+    #[inline(always)]
+    pub(crate) fn range(&self) -> (usize, usize) {
+        (self.base, self.len)
+    }
+
     /// Ends being out: exactly one of several callers with the address of a block that is out gets its place,
     /// and owns it. Any number may be passed.
     #[inline(always)]
     pub(crate) fn clear(&self, addr: usize) -> Option<Place> {
-        self.clear_at(addr.wrapping_sub(self.base))
-    }
-
-    /// The same, for the address this far from the map's base.
-    #[inline(always)]
-    pub(crate) fn clear_at(&self, offset: usize) -> Option<Place> {
+        let offset = addr.wrapping_sub(self.base);
         if offset >= self.len {
             unlikely();
             return None;
         }
+        // SAFETY: it was looked whether it is.
+        unsafe { self.clear_at(offset) }
+    }
+
+    /// The same for the address this far into the [`range`](Outs::range).
+    ///
+    /// # Safety
+    /// It lies in there.
+    #[inline(always)]
+    pub(crate) unsafe fn clear_at(&self, offset: usize) -> Option<Place> {
+        debug_assert!(offset < self.len);
         if !offset.is_multiple_of(PAGE) {
             return self.clear_far(offset);
         }
-        // SAFETY: below `len`, and there is a mark for each page of that.
+        // SAFETY: below `len` (contract), and there is a mark for each page of that.
         Self::place(unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.clear()?)
     }
 

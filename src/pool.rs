@@ -6,6 +6,8 @@ mod bare;
 mod books;
 mod class;
 mod core;
+#[cfg(feature = "capi")]
+mod door;
 mod export;
 mod family;
 mod flight;
@@ -35,6 +37,8 @@ use std::{
     sync::atomic::Ordering::{AcqRel, Relaxed},
 };
 
+#[cfg(feature = "capi")]
+pub(crate) use self::door::Door;
 use self::family::{Closed, Heaps};
 pub use self::{
     class::Class,

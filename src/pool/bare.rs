@@ -6,25 +6,38 @@
 
 use std::ptr::NonNull;
 
-#[cfg(feature = "capi")]
-use super::PoolRef;
 use super::{Core, Pool};
-use crate::{buf::Buf, error::FreeError, magazine::Place, reach::Reach, slab::Entry};
-#[cfg(feature = "capi")]
-use crate::{reach::Any, size_class, thread};
+use crate::{
+    buf::Buf, error::FreeError, magazine::Place, reach::Reach, slab::Entry, sync::unlikely,
+};
 
 impl Core {
     /// Ends being out of this heap: exactly one of several callers gets the block, and owns it. Any number may
     /// be passed.
     #[inline(always)]
     fn claim(&self, addr: usize) -> Option<(Entry, Place)> {
-        let map = self.slabs.map();
-        let offset = addr.wrapping_sub(map.base());
-        let place = self.outs.clear_at(offset)?;
+        let (base, len) = self.outs.range();
+        let offset = addr.wrapping_sub(base);
+        if offset >= len {
+            unlikely();
+            return None;
+        }
+        // SAFETY: it was looked whether it is.
+        unsafe { self.claim_at(addr, offset) }
+    }
+
+    /// The same for an address this far into the marks' range.
+    ///
+    /// # Safety
+    /// It lies in there.
+    #[inline(always)]
+    pub(super) unsafe fn claim_at(&self, addr: usize, offset: usize) -> Option<(Entry, Place)> {
+        // SAFETY: passed on.
+        let place = unsafe { self.outs.clear_at(offset) }?;
         // SAFETY: what has a mark lies in the pool's range, which does not begin at null.
         let ptr = unsafe { NonNull::new_unchecked(addr as *mut u8) };
         // SAFETY: it had a mark, so it is a block's, which is the caller's now.
-        let keys = unsafe { map.keys_at_offset(offset) };
+        let keys = unsafe { self.slabs.map().keys_at_offset(offset) };
         Some((Entry { ptr, keys }, place))
     }
 }
@@ -103,70 +116,5 @@ impl<R: Reach> Pool<R> {
     #[allow(clippy::wrong_self_convention)] // The pool is not the pointer's target but its source.
     pub unsafe fn from_raw(&self, ptr: *mut u8) -> Result<Buf<R>, FreeError> {
         self.take_back(ptr)
-    }
-}
-
-/// What the C interface does first, and by itself most of the time: this thread's loaded magazine, and no call.
-/// All of it asks that the pool has a handle or a block out.
-#[cfg(feature = "capi")]
-impl PoolRef {
-    #[inline(always)]
-    fn core<'a>(self) -> &'a Core {
-        // SAFETY: alive, as said above.
-        unsafe { self.core.as_ref() }
-    }
-
-    /// Takes a block for `len` bytes that is still to be marked as out.
-    #[inline(always)]
-    pub(crate) fn take_at_hand(self, len: usize) -> Option<(Entry, Place)> {
-        let place = Place::of(size_class::class_of(len));
-        let entry = self.cached(thread::gate_at(self.slot_offset), place, len)?;
-        Some((entry, place))
-    }
-
-    /// The lkey, and the rkey or 0.
-    #[inline(always)]
-    pub(crate) fn keys_in(self, entry: Entry) -> (u32, u32) {
-        // As one word, which can be stored as one.
-        let keys = entry.keys.word() & self.core().keys_mask;
-        (keys as u32, (keys >> 32) as u32)
-    }
-
-    #[inline(always)]
-    pub(crate) fn is_remote(self) -> bool {
-        self.core().remote
-    }
-
-    /// Marks it as out; false if that takes a table which is not there yet.
-    #[inline(always)]
-    pub(crate) fn mark_at_hand(self, entry: Entry, place: Place) -> bool {
-        self.core().outs.set_at_hand(entry.ptr, place)
-    }
-
-    /// The same for a block of the class that `len` says, whatever it takes.
-    pub(crate) fn mark(self, block: NonNull<u8>, len: usize) {
-        self.core().outs.set(block, Place::of(size_class::class_of(len)));
-    }
-
-    /// Takes a block back that is out of this heap.
-    #[inline(always)]
-    pub(crate) fn claim_at_hand(self, addr: usize) -> Option<(Entry, Place)> {
-        self.core().claim(addr)
-    }
-
-    /// Frees it into this thread's loaded magazine, if that has room.
-    #[inline(always)]
-    pub(crate) fn give_at_hand(self, entry: Entry, place: Place) -> bool {
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        unsafe { &*thread::gate_at(self.slot_offset) }.push(place, entry)
-    }
-
-    /// Frees a block, whatever it takes.
-    ///
-    /// # Safety
-    /// The block is of this heap and of this place, the caller's, and given up.
-    pub(crate) unsafe fn give_bare(self, block: NonNull<u8>, place: Place) {
-        let keys = self.core().slabs.map().keys_at(block);
-        drop(Buf::<Any>::new(self, Entry { ptr: block, keys }, 0, place));
     }
 }

@@ -33,7 +33,7 @@ impl PoolRef {
         len: usize,
     ) -> Result<Buf<R>, AllocError> {
         let mut place = Place::of(size_class::class_of(len));
-        let mut entry = self.cached(gate, place, len);
+        let mut entry = Self::cached(gate, place, len);
         if entry.is_none()
             && let Some(slow) = Self::alloc_slow(self.core, len).get()
         {
@@ -47,7 +47,7 @@ impl PoolRef {
 
     /// What the magazine at hand has.
     #[inline(always)]
-    pub(super) fn cached(self, gate: *const ThreadGate, place: Place, len: usize) -> Option<Entry> {
+    pub(super) fn cached(gate: *const ThreadGate, place: Place, len: usize) -> Option<Entry> {
         if len.wrapping_sub(1) < MAX_BLOCK {
             // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
             return unsafe { &*gate }.pop(place);

@@ -123,7 +123,7 @@ pub unsafe extern "C" fn pinpool_alloc(
     buf: *mut pinpool_buf_t,
 ) -> c_int {
     // SAFETY: passed on.
-    let Some(at_hand) = (unsafe { pinpool_t::peek(pool) }) else {
+    let Some(door) = (unsafe { pinpool_t::door(pool) }) else {
         // SAFETY: passed on.
         return unsafe { alloc_slowly(pool, len, buf) };
     };
@@ -131,15 +131,15 @@ pub unsafe extern "C" fn pinpool_alloc(
         // SAFETY: passed on.
         return unsafe { alloc_slowly(pool, len, buf) };
     }
-    let Some((entry, place)) = at_hand.take_at_hand(len) else {
+    let Some(block) = door.take(len) else {
         // SAFETY: passed on.
         return unsafe { alloc_slowly(pool, len, buf) };
     };
-    let ((lkey, rkey), has_rkey) = (at_hand.keys_in(entry), at_hand.is_remote().into());
-    let addr = entry.ptr.as_ptr().cast();
+    let ((lkey, rkey), has_rkey) = (block.keys(), block.is_remote().into());
+    let addr = block.ptr().as_ptr().cast();
     // SAFETY: not null, and so a place of the caller's (contract).
     unsafe { buf.write(pinpool_buf_t { addr, len, lkey, rkey, has_rkey }) };
-    if !at_hand.mark_at_hand(entry, place) {
+    if !block.mark_at_hand() {
         // SAFETY: passed on; `buf` names the block now.
         return unsafe { mark_slowly(pool, len, buf) };
     }
@@ -163,8 +163,9 @@ unsafe extern "C" fn mark_slowly(
         // SAFETY: written just now.
         let block = NonNull::new(unsafe { (*buf).addr }.cast());
         // SAFETY: passed on.
-        if let (Some(at_hand), Some(block)) = (unsafe { pinpool_t::peek(pool) }, block) {
-            at_hand.mark(block, len);
+        if let (Some(door), Some(block)) = (unsafe { pinpool_t::door(pool) }, block) {
+            // SAFETY: passed on.
+            unsafe { door.mark(block, len) };
         }
         PINPOOL_OK as c_int
     })
@@ -293,19 +294,19 @@ pub unsafe extern "C" fn pinpool_alloc_many(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_free(pool: *const pinpool_t, addr: *mut c_void) -> c_int {
     // SAFETY: passed on.
-    let Some(at_hand) = (unsafe { pinpool_t::peek(pool) }) else {
+    let Some(door) = (unsafe { pinpool_t::door(pool) }) else {
         // SAFETY: passed on.
         return unsafe { free_slowly(pool, addr) };
     };
-    let Some((entry, place)) = at_hand.claim_at_hand(addr as usize) else {
+    let Some(block) = door.claim(addr as usize) else {
         // SAFETY: passed on.
         return unsafe { free_slowly(pool, addr) };
     };
-    if at_hand.give_at_hand(entry, place) {
+    if block.give_at_hand() {
         return PINPOOL_OK as c_int;
     }
     // SAFETY: claimed just now, and not given back.
-    unsafe { give_slowly(pool, addr, place) }
+    unsafe { give_slowly(pool, addr, block.place()) }
 }
 
 /// Frees a block that is not out any more.
@@ -319,10 +320,10 @@ pub unsafe extern "C" fn pinpool_free(pool: *const pinpool_t, addr: *mut c_void)
 unsafe extern "C" fn give_slowly(pool: *const pinpool_t, addr: *mut c_void, place: Place) -> c_int {
     guarded(|| {
         // SAFETY: passed on.
-        let at_hand = unsafe { pinpool_t::peek(pool) };
-        if let (Some(at_hand), Some(block)) = (at_hand, NonNull::new(addr.cast())) {
+        let door = unsafe { pinpool_t::door(pool) };
+        if let (Some(door), Some(block)) = (door, NonNull::new(addr.cast())) {
             // SAFETY: passed on.
-            unsafe { at_hand.give_bare(block, place) };
+            unsafe { door.give(block, place) };
         }
         PINPOOL_OK as c_int
     })

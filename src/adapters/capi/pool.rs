@@ -2,12 +2,12 @@
 
 use std::{
     ffi::{c_int, c_void},
-    ptr::{self, NonNull},
+    ptr,
     sync::{
         OnceLock,
         atomic::{
             AtomicPtr,
-            Ordering::{AcqRel, Acquire, Release},
+            Ordering::{AcqRel, Acquire},
         },
     },
 };
@@ -25,15 +25,14 @@ use super::{
 use crate::{
     device::Device,
     error::Bytes,
-    pool::{Core, Pool, PoolRef, Share},
+    pool::{Door, Pool, Share},
 };
 
 /// A pool. Any thread may use it, several at a time; only `pinpool_close` must not run beside another
 /// call with the same handle.
 pub struct pinpool_t {
-    /// Where the pool is and where its gates are, for what is short; null once it was closed.
-    core: AtomicPtr<Core>,
-    slot_offset: u32,
+    /// For what is short; shut once it was closed.
+    door: Door,
     /// Boxed and leaked; null once it was closed.
     opened: AtomicPtr<Opened>,
     /// In the order of the options; made with the handle, and as lasting.
@@ -58,17 +57,15 @@ impl pinpool_t {
         unsafe { Self::opened(handle) }.map(|opened| &opened.pool)
     }
 
-    /// Where the pool is, if nothing is wrong with the handle; else [`get`](pinpool_t::get) says what.
+    /// The way to what is at hand, if there is a handle; through a closed one nothing comes, and
+    /// [`get`](pinpool_t::get) says why.
     ///
     /// # Safety
     /// `handle` is null or came from `pinpool_open`.
     #[inline(always)]
-    pub(super) unsafe fn peek(handle: *const Self) -> Option<PoolRef> {
+    pub(super) unsafe fn door<'a>(handle: *const Self) -> Option<&'a Door> {
         // SAFETY: handles are never freed.
-        let handle = unsafe { handle.as_ref() }?;
-        // Acquire pairs with whatever published the handle, and with the store in `pinpool_close`.
-        let core = NonNull::new(handle.core.load(Acquire))?;
-        Some(PoolRef { core, slot_offset: handle.slot_offset })
+        unsafe { handle.as_ref() }.map(|handle| &handle.door)
     }
 
     /// # Safety
@@ -135,14 +132,13 @@ pub unsafe extern "C" fn pinpool_open(
         let names: Vec<_> = wanted.shares.iter().map(|(name, _)| name.clone()).collect();
         match wanted.builder().build() {
             Ok(built) => {
-                let PoolRef { core, slot_offset } = built.inner();
+                let door = Door::new(&built);
                 // Names there are; a handle that cannot be had would be a fault here.
                 let shares: Vec<_> = names.iter().filter_map(|n| built.share(n).ok()).collect();
                 debug_assert_eq!(shares.len(), names.len());
                 let opened = Box::into_raw(Box::new(Opened { pool: built, shares, device }));
-                let (core, opened) = (AtomicPtr::new(core.as_ptr()), AtomicPtr::new(opened));
-                let shares = OnceLock::new();
-                let handle = keep(pinpool_t { core, slot_offset, opened, shares });
+                let (opened, shares) = (AtomicPtr::new(opened), OnceLock::new());
+                let handle = keep(pinpool_t { door, opened, shares });
                 let share = |index| pinpool_share_t { pool: handle, index };
                 handle.shares.get_or_init(|| (0..names.len()).map(share).collect());
                 // SAFETY: as above.
@@ -200,7 +196,8 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_t) -> c_int {
         }
         // SAFETY: `get` says that it is a handle, and handles are never freed.
         let handle = unsafe { &*pool };
-        handle.core.store(ptr::null_mut(), Release);
+        // SAFETY: no other call with this handle runs (contract).
+        unsafe { handle.door.shut() };
         // AcqRel: of two calls one gets the pool.
         let inner = handle.opened.swap(ptr::null_mut(), AcqRel);
         if inner.is_null() {
