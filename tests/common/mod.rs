@@ -1,7 +1,22 @@
 //! Shared by the test files: pools on the software device, and what the process holds.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-use pinpool::{Access, Builder, Device, Pages, Pool};
+use pinpool::{Access, AllocError, Builder, Device, Exhausted, Pages, Pool};
+
+/// Scales a count down where the processor is emulated.
+pub fn scaled(n: usize) -> usize {
+    if std::env::var_os("PINPOOL_GUEST").is_some() { n / 20 } else { n }
+}
+
+/// The books of an alloc that has to be refused since nothing is left.
+#[track_caller]
+pub fn exhausted<T>(got: Result<T, AllocError>) -> Exhausted {
+    match got {
+        Err(AllocError::Exhausted(e)) => *e,
+        Err(e) => panic!("{e}"),
+        Ok(_) => panic!("there was one"),
+    }
+}
 
 /// A builder on a fresh software device, base pages.
 pub fn soft(capacity: usize) -> Builder {
