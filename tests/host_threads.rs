@@ -11,16 +11,11 @@ use std::{
     thread,
 };
 
-use common::{Rng, soft};
+use common::{Rng, scaled, soft};
 use pinpool::{
     AllocError, Buf, CloseError, Pool, RegisterError,
     device::{DeviceInfo, MrHandle, MrRequest, Registrar, Registration},
 };
-
-/// Scales a count down where the processor is emulated.
-fn scaled(n: usize) -> usize {
-    if std::env::var_os("PINPOOL_GUEST").is_some() { n / 20 } else { n }
-}
 
 #[test]
 fn b26_one_thread_cannot_hoard_what_another_needs() {

@@ -19,13 +19,8 @@ use std::{
     thread,
 };
 
-use common::{Rng, soft};
+use common::{Rng, scaled, soft};
 use pinpool::{AllocError, Batch, Buf, Outcome, PostError, SgList, SgListError, TokenError};
-
-/// Scales a count down where the processor is emulated.
-fn scaled(n: usize) -> usize {
-    if std::env::var_os("PINPOOL_GUEST").is_some() { n / 20 } else { n }
-}
 
 const OK: Outcome = Outcome { status: 0, bytes: 0 };
 

@@ -20,16 +20,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Rng, soft};
+use common::{Rng, scaled, soft};
 use pinpool::{AllocError, AllocFuture, Buf, Pool};
 
 /// Longer than any test takes: a wait that lasts so long is a hang.
 const LONG: Duration = Duration::from_secs(300);
-
-/// Scales a count down where the processor is emulated.
-fn scaled(n: usize) -> usize {
-    if std::env::var_os("PINPOOL_GUEST").is_some() { n / 20 } else { n }
-}
 
 fn one_buffer() -> Pool {
     soft(4096).build().unwrap()

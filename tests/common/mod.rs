@@ -1,7 +1,22 @@
 //! Shared by the test files: pools on the software device, and what the process holds.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-use pinpool::{Access, Builder, Device, Pages, Pool};
+use pinpool::{Access, AllocError, Builder, Device, Exhausted, Pages, Pool};
+
+/// Scales a count down where the processor is emulated.
+pub fn scaled(n: usize) -> usize {
+    if std::env::var_os("PINPOOL_GUEST").is_some() { n / 20 } else { n }
+}
+
+/// The books of an alloc that has to be refused since nothing is left.
+#[track_caller]
+pub fn exhausted<T>(got: Result<T, AllocError>) -> Exhausted {
+    match got {
+        Err(AllocError::Exhausted(e)) => *e,
+        Err(e) => panic!("{e}"),
+        Ok(_) => panic!("there was one"),
+    }
+}
 
 /// A builder on a fresh software device, base pages.
 pub fn soft(capacity: usize) -> Builder {
@@ -10,6 +25,11 @@ pub fn soft(capacity: usize) -> Builder {
         .access(Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE)
         .capacity(capacity)
         .pages(Pages::Base)
+}
+
+/// How many buffers of a length a pool has.
+pub fn most_of(pool: &Pool, len: usize) -> usize {
+    std::iter::from_fn(|| pool.alloc(len).ok()).collect::<Vec<_>>().len()
 }
 
 /// A field of /proc/self/status, in KiB.
