@@ -9,102 +9,34 @@
 //! Knows nothing of pools and buffers: it takes [`Sge`]s and rkeys as they are. Since anybody can
 //! write down an [`Sge`], whatever starts a transfer is `unsafe`.
 
+mod error;
+mod route;
+
 use std::{
     collections::VecDeque,
-    hint, io,
+    hint,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
+pub use self::error::LoopbackError;
+use self::route::Route;
 pub use crate::sys::queue_pair::{Completion, Operation, Request, Status};
 use crate::{
-    access::{Access, RKey, Sge},
-    device::{Device, VerbsDevice},
+    access::{RKey, Sge},
+    device::Device,
     sys::{
-        queue_pair::{Caps, CompletionQueue, Peer, QueuePair},
-        verbs::{CallError, Pd, Port},
+        queue_pair::{CompletionQueue, Peer, QueuePair},
+        verbs::{CallError, Pd},
         window::QpPtr,
     },
 };
-
-/// Why a pair could not be connected, or a transfer did not happen.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LoopbackError {
-    /// The device is not a verbs device.
-    #[error("{device} is not a verbs device; queue pairs need one")]
-    NotVerbs {
-        /// Its name.
-        device: String,
-    },
-    /// None of the device's ports is active.
-    #[error("no port of {device} is active; bring its link up (`rdma link` shows it)")]
-    NoActivePort {
-        /// Its name.
-        device: String,
-    },
-    /// The port has no GID to be reached at.
-    #[error(
-        "port {port} of {device} has no GID; give its network interface an address (`ip addr add`)"
-    )]
-    NoGid {
-        /// The device's name.
-        device: String,
-        /// The port.
-        port: u8,
-    },
-    /// A call into libibverbs failed.
-    #[error("{call} failed on {device}: {source}")]
-    Verbs {
-        /// The call, as the manual names it.
-        call: &'static str,
-        /// The device's name.
-        device: String,
-        /// Its errno.
-        source: io::Error,
-    },
-    /// A work request ended in error. The pair is then stopped: no end of it touches memory any more.
-    #[error("{operation} ended with completion status {status}, vendor code {vendor_err:#x}")]
-    Completion {
-        /// The operation, as the manual names it.
-        operation: &'static str,
-        /// How it ended; [`Status::REM_ACCESS_ERR`] (10) when the peer's memory region refused.
-        status: Status,
-        /// The device's own code.
-        vendor_err: u32,
-    },
-    /// Nothing completed in time. The pair is then stopped.
-    #[error("{operation} did not complete within {after:?}")]
-    TimedOut {
-        /// The operation.
-        operation: &'static str,
-        /// The time-out.
-        after: Duration,
-    },
-    /// The pair was stopped by an earlier error.
-    #[error("the queue pairs were stopped by an earlier error; call Pair::reset()")]
-    Stopped,
-}
-
-impl LoopbackError {
-    /// The completion status, if that is what the error is.
-    pub fn status(&self) -> Option<Status> {
-        match self {
-            Self::Completion { status, .. } => Some(*status),
-            _ => None,
-        }
-    }
-}
 
 /// One piece of a blocking write or read; every device sends messages of this size.
 const PIECE: u32 = 1 << 20;
 /// Pieces under way at once.
 const WINDOW: u32 = 8;
-/// Work requests in each queue.
-const DEPTH: u32 = 128;
-/// Reads and atomics under way.
-const RD_ATOMIC: u8 = 16;
 /// Set in the `wr_id`s of blocking calls.
 const OWN_ID: u64 = 1 << 63;
 
@@ -150,13 +82,6 @@ pub struct Pair {
 struct Ends {
     requester: QueuePair,
     responder: QueuePair,
-}
-
-/// The way from the device back to itself.
-struct Route {
-    port: Port,
-    gid: Option<([u8; 16], u8)>,
-    caps: Caps,
 }
 
 #[derive(Clone, Copy)]
@@ -579,68 +504,6 @@ impl Drop for Pair {
     }
 }
 
-impl Route {
-    fn find(verbs: &VerbsDevice) -> Result<Self, LoopbackError> {
-        let context = verbs.shared_pd().context();
-        let device = || context.name().to_owned();
-        let failed = |e: CallError| LoopbackError::Verbs {
-            call: e.call,
-            device: device(),
-            source: e.source,
-        };
-        let limits = context.limits().map_err(failed)?;
-        let mut active = None;
-        for number in 1..=limits.ports {
-            let port = context.port(number).map_err(failed)?;
-            if port.active {
-                active = Some(port);
-                break;
-            }
-        }
-        let port = active.ok_or_else(|| LoopbackError::NoActivePort { device: device() })?;
-        // InfiniBand without a subnet manager's LID is reached by GID as well.
-        let by_gid = port.ethernet || port.lid == 0;
-        let gid = if by_gid {
-            let gid = best_gid(verbs, &port);
-            Some(gid.ok_or_else(|| LoopbackError::NoGid { device: device(), port: port.number })?)
-        } else {
-            None
-        };
-        let mut access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
-        access.set(Access::REMOTE_ATOMIC, limits.atomics);
-        access.set(Access::MW_BIND, limits.windows);
-        let caps = Caps {
-            depth: limits.max_wr.clamp(1, DEPTH),
-            rd_atomic: limits.max_rd_atomic.min(RD_ATOMIC),
-            access,
-        };
-        Ok(Self { port, gid, caps })
-    }
-}
-
-/// The GID to go by: RoCE v2 before others, and of those one that stands for an IPv4 address, for such
-/// a one is there only if somebody gave the interface an address.
-fn best_gid(verbs: &VerbsDevice, port: &Port) -> Option<([u8; 16], u8)> {
-    let context = verbs.shared_pd().context();
-    let mut best: Option<((bool, bool), [u8; 16], u8)> = None;
-    for index in 0..port.gids.min(256) {
-        let Ok(gid) = context.gid(port.number, index) else { continue };
-        if gid == [0; 16] {
-            continue;
-        }
-        let v2 = verbs.gid_type(port.number, index).is_some_and(|t| t.ends_with("v2"));
-        let rank = (v2, stands_for_ipv4(&gid));
-        if best.is_none_or(|(b, ..)| rank > b) {
-            best = Some((rank, gid, index as u8));
-        }
-    }
-    best.map(|(_, gid, index)| (gid, index))
-}
-
-fn stands_for_ipv4(gid: &[u8; 16]) -> bool {
-    std::net::Ipv6Addr::from(*gid).to_ipv4_mapped().is_some()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -649,12 +512,5 @@ mod tests {
     fn a_software_device_has_no_queue_pairs() {
         let e = Pair::connect(&Device::soft()).err().expect("refused");
         assert!(matches!(e, LoopbackError::NotVerbs { .. }), "{e}");
-    }
-
-    #[test]
-    fn ipv4_gids_are_told_from_others() {
-        let v4 = std::net::Ipv4Addr::new(10, 77, 0, 1).to_ipv6_mapped().octets();
-        assert!(stands_for_ipv4(&v4));
-        assert!(!stands_for_ipv4(&[0xfe; 16]));
     }
 }

@@ -5,16 +5,22 @@
 //! Threads, magazines and teardown are the upper layers' business.
 //!
 //! A *slab* is a run of pages cut into blocks of one class; how many pages is fixed for the class. A
-//! *span* is a run with a single block. Free runs merge with their neighbours inside one arena at once,
-//! and the best-fitting lowest one is taken, so that a change of sizes strands nothing.
+//! *span* is a run with a single block. Free runs (`runs`) merge with their neighbours inside one arena at
+//! once, and the best-fitting lowest one is taken, so that a change of sizes strands nothing.
 //!
-//! Arenas come and go under the same lock (`arenas`), which also says when what is left runs low.
+//! Arenas come and go under the same lock (`arenas`), which also says when what is left runs low. What all of it
+//! comes to is told by `counts`, and `check` holds every table against every other.
 
 mod arenas;
+#[cfg(any(test, feature = "fault"))]
+mod check;
+mod counts;
+mod runs;
 
 use std::{io, ptr::NonNull, sync::Arc};
 
 use self::arenas::ArenaUse;
+pub(crate) use self::counts::{ClassCounts, Counts, SlabUse};
 use crate::{
     access::PackedKeys,
     bell::Bell,
@@ -57,37 +63,6 @@ struct Slab {
 // SAFETY: a struct of atomics only, and zero is a valid value of each.
 unsafe impl Zeroable for Slab {}
 
-/// The counts of one class, in blocks and bytes.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
-pub(crate) struct ClassCounts {
-    /// Blocks out of their slabs: in caches or in buffers.
-    pub(crate) taken: usize,
-    /// Blocks in slabs.
-    pub(crate) free: usize,
-    /// Bytes of the class's slabs.
-    pub(crate) bytes: usize,
-}
-
-/// The counts of the whole pool at one moment.
-#[derive(Clone, Debug)]
-pub(crate) struct Counts {
-    /// Bytes of all arenas.
-    pub(crate) capacity: usize,
-    /// By class; the last is spans above the classes, where `taken` counts spans.
-    pub(crate) classes: [ClassCounts; CLASSES + 1],
-    /// Bytes of free runs.
-    pub(crate) free_runs: usize,
-    pub(crate) largest_run: usize,
-    /// How many free runs there are, and their bytes beside the longest one of each arena.
-    pub(crate) runs: usize,
-    pub(crate) scattered: usize,
-    /// The most bytes that were out of the slabs at one time, in all and by class.
-    pub(crate) peak: usize,
-    pub(crate) peaks: [usize; CLASSES + 1],
-    /// Bytes of side tables in use.
-    pub(crate) table_bytes: usize,
-}
-
 struct State {
     /// Free runs as (pages, first page): the first at or after (n, 0) is the best fit, lowest address. Those
     /// of parked arenas apart, to be looked at last.
@@ -118,6 +93,17 @@ struct State {
     draining: bool,
 }
 
+impl State {
+    /// Lists a slab that has blocks in and blocks out.
+    fn list(&mut self, class: usize, first: u32) {
+        self.partial[class].insert(&mut self.nodes, (first, 0));
+    }
+
+    fn unlist(&mut self, class: usize, first: u32) {
+        self.partial[class].remove(&mut self.nodes, (first, 0));
+    }
+}
+
 /// All slabs of one pool.
 pub(crate) struct Slabs {
     map: PageMap,
@@ -134,17 +120,6 @@ pub(crate) struct Slabs {
     /// Rung when fewer bytes than this are left; 0 is never. Written under the lock.
     ring_below: AtomicUsize,
     bell: Arc<Bell>,
-}
-
-/// One slab or span, for a map.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SlabUse {
-    /// Bytes of its pages.
-    pub(crate) len: usize,
-    pub(crate) class: usize,
-    pub(crate) blocks: usize,
-    /// Blocks in it.
-    pub(crate) free: usize,
 }
 
 /// Whether a block that came back was the last of a draining pool.
@@ -343,96 +318,6 @@ impl Slabs {
         self.slab_at(page).map(|(_, slab)| slab.class.load(Relaxed) as usize)
     }
 
-    pub(crate) fn counts(&self) -> Counts {
-        // Nothing is allocated under the lock.
-        let mut seen = vec![false; self.slots];
-        self.counts_of(&self.state.lock(), &mut seen)
-    }
-
-    /// The counts in a forked child: nobody will ever release a lock that was held at the fork.
-    pub(crate) fn counts_at_fork(&self) -> Counts {
-        match self.state.try_lock() {
-            Some(state) => self.counts_of(&state, &mut vec![false; self.slots]),
-            None => Counts {
-                capacity: self.capacity(),
-                classes: [ClassCounts::default(); CLASSES + 1],
-                free_runs: 0,
-                largest_run: 0,
-                runs: 0,
-                scattered: 0,
-                peak: 0,
-                peaks: [0; CLASSES + 1],
-                table_bytes: 0,
-            },
-        }
-    }
-
-    /// `seen` has room for a look at each slot.
-    fn counts_of(&self, state: &State, seen: &mut [bool]) -> Counts {
-        let bytes = |(pages, _): (u32, u32)| (pages as usize) << PAGE_SHIFT;
-        let free_runs = state.free_pages() << PAGE_SHIFT;
-        Counts {
-            capacity: state.capacity,
-            classes: state.classes,
-            free_runs,
-            runs: state.runs.len() + state.parked_runs.len(),
-            scattered: free_runs
-                - (state.longest_runs(self.map.stride_pages(), seen) << PAGE_SHIFT),
-            peak: state.peak,
-            peaks: state.peaks,
-            largest_run: [&state.runs, &state.parked_runs]
-                .into_iter()
-                .filter_map(|r| r.last(&state.nodes).map(bytes))
-                .max()
-                .unwrap_or(0),
-            table_bytes: state.next as usize * size_of::<Slab>()
-                + state.nodes.table_bytes()
-                + (state.capacity >> PAGE_SHIFT) * size_of::<u32>(),
-        }
-    }
-
-    /// First page and length in pages of every slab and span that there is, in no order. One that comes or goes
-    /// meanwhile may be there or not.
-    pub(crate) fn runs_in_use(&self) -> Vec<(u32, u32)> {
-        // The lock is let go of now and then: a large pool has a large table.
-        const AT_ONCE: usize = 4096;
-        let run = |s: &Slab| (s.first.load(Relaxed), s.pages.load(Relaxed));
-        let mut runs = Vec::new();
-        let mut at = 0;
-        loop {
-            // Nothing is allocated under the lock.
-            runs.reserve(AT_ONCE);
-            let state = self.state.lock();
-            let next = state.next as usize;
-            let end = next.min(at + AT_ONCE);
-            runs.extend(self.table[at..end].iter().map(run).filter(|&(_, pages)| pages > 0));
-            drop(state);
-            at = end;
-            if at >= next {
-                return runs;
-            }
-        }
-    }
-
-    /// Where every slab and span is, and what of it is out, in no order. As [`runs_in_use`](Slabs::runs_in_use).
-    pub(crate) fn uses(&self) -> Vec<(usize, SlabUse)> {
-        let of = |(first, _)| {
-            // Looked up again, under the lock, since it may have gone meanwhile.
-            let _state = self.state.lock();
-            let (_, slab) = self.slab_at(first)?;
-            let class = slab.class.load(Relaxed) as usize;
-            let free = if class < CLASSES { slab.free.load(Relaxed) as usize } else { 0 };
-            let use_ = SlabUse {
-                len: (slab.pages.load(Relaxed) as usize) << PAGE_SHIFT,
-                class,
-                blocks: slab.blocks.load(Relaxed) as usize,
-                free,
-            };
-            Some((self.map.addr_of(slab.first.load(Relaxed)), use_))
-        };
-        self.runs_in_use().into_iter().filter_map(of).collect()
-    }
-
     /// Why an address that is not out as a raw pointer was not taken back. Any number may be passed.
     #[cold]
     #[inline(never)]
@@ -603,125 +488,6 @@ impl Slabs {
         slab.first.store(state.spare, Relaxed);
         state.spare = id;
         self.give_run(state, first, pages);
-    }
-
-    fn mark_free(map: &PageMap, (pages, first): (u32, u32)) {
-        map.set(first, PageEntry::free_run(pages));
-        map.set(first + pages - 1, PageEntry::free_run(pages));
-    }
-
-    /// Takes the best-fitting run whose start can be aligned, and gives back what is cut off. From parked
-    /// arenas only what no other has, and only if `parked` permits it.
-    fn take_run(
-        &self,
-        state: &mut State,
-        pages: u32,
-        align_pages: u32,
-        parked: bool,
-    ) -> Option<u32> {
-        // Alignment is one of addresses, and lent memory may start at any page.
-        let base = self.map.base() >> PAGE_SHIFT;
-        let aligned = |first: u32| {
-            let page = (base + first as usize).checked_next_multiple_of(align_pages as usize)?;
-            u32::try_from(page - base).ok()
-        };
-        let fits = |&(len, first): &(u32, u32)| {
-            aligned(first).is_some_and(|a| (a - first).checked_add(pages).is_some_and(|n| n <= len))
-        };
-        let best = |runs: &Ordered| runs.range(&state.nodes, (pages, 0)).find(fits);
-        let last = || best(&state.parked_runs).filter(|_| parked);
-        let (len, first) = best(&state.runs).or_else(last)?;
-        let start = aligned(first)?;
-        self.cut.fetch_add((pages as usize) << PAGE_SHIFT, Relaxed);
-        let arena = &mut state.arenas[(first / self.map.stride_pages()) as usize];
-        arena.used += pages;
-        arena.touched = true;
-        state.remove_run((len, first));
-        let (before, after) = (start - first, first + len - start - pages);
-        for run in [(before, first), (after, start + pages)] {
-            if run.0 > 0 {
-                Self::mark_free(&self.map, run);
-                state.insert_run(run);
-            }
-        }
-        Some(start)
-    }
-
-    /// Puts a run back, merged with free neighbours in the same arena.
-    fn give_run(&self, state: &mut State, mut first: u32, mut pages: u32) {
-        let stride = self.map.stride_pages();
-        let end = first + pages;
-        state.arenas[(first / stride) as usize].used -= pages;
-        if !first.is_multiple_of(stride)
-            && let Some(n) = self.map.get(first - 1).as_free_run()
-        {
-            state.remove_run((n, first - n));
-            first -= n;
-            pages += n;
-        }
-        let last = (self.map.len() >> PAGE_SHIFT) as u32;
-        if !end.is_multiple_of(stride)
-            && end < last
-            && let Some(n) = self.map.get(end).as_free_run()
-        {
-            state.remove_run((n, end));
-            pages += n;
-        }
-        Self::mark_free(&self.map, (pages, first));
-        state.insert_run((pages, first));
-    }
-
-    /// Walks every table and panics on the first contradiction. For tests.
-    #[cfg(any(test, feature = "fault"))]
-    pub(crate) fn check(&self) {
-        let state = self.state.lock();
-        let mut free_pages = 0;
-        let sets = [&state.runs, &state.parked_runs];
-        let runs = || sets.into_iter().flat_map(|set| set.range(&state.nodes, (0, 0)));
-        for (pages, first) in runs() {
-            assert_eq!(self.map.get(first), PageEntry::free_run(pages));
-            assert_eq!(self.map.get(first + pages - 1), PageEntry::free_run(pages));
-            free_pages += pages as usize;
-        }
-        let mut starts: Vec<_> = runs().map(|(pages, first)| (first, pages, true)).collect();
-        let mut counts = [ClassCounts::default(); CLASSES + 1];
-        let mut used_pages = 0;
-        for slab in self.table[..state.next as usize].iter() {
-            let (first, pages) = (slab.first.load(Relaxed), slab.pages.load(Relaxed));
-            if pages == 0 {
-                continue;
-            }
-            starts.push((first, pages, false));
-            used_pages += pages as usize;
-            let class = slab.class.load(Relaxed) as usize;
-            let bits: u32 = slab.free_map.iter().map(|w| w.load(Relaxed).count_ones()).sum();
-            let (free, blocks) = (slab.free.load(Relaxed), slab.blocks.load(Relaxed));
-            if class < CLASSES {
-                assert_eq!(bits, free);
-                let partial = state.partial[class].contains(&state.nodes, (first, 0));
-                assert_eq!(partial, free > 0, "listed exactly when it has a free block");
-                counts[class].free += free as usize;
-                counts[class].taken += (blocks - free) as usize;
-            } else {
-                counts[class].taken += 1;
-            }
-            counts[class].bytes += (pages as usize) << PAGE_SHIFT;
-        }
-        assert_eq!(counts, state.classes);
-        assert_eq!((free_pages + used_pages) << PAGE_SHIFT, state.capacity);
-        assert_eq!(self.capacity(), state.capacity);
-        assert_eq!(free_pages, state.free_pages());
-        assert!(state.peak >= state.taken_bytes && state.peak <= state.peaks.iter().sum());
-        self.check_arenas(&state, &starts);
-        assert_eq!(counts.iter().map(|c| c.taken).sum::<usize>(), state.taken);
-        starts.sort_unstable();
-        let stride = self.map.stride_pages();
-        for pair in starts.windows(2) {
-            let ((first, pages, free), (next, _, next_free)) = (pair[0], pair[1]);
-            assert!(first + pages <= next, "runs do not overlap");
-            let touch = first + pages == next && next % stride != 0;
-            assert!(!(touch && free && next_free), "free neighbours are merged");
-        }
     }
 }
 

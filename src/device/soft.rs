@@ -15,7 +15,7 @@ use super::{DeviceInfo, MrHandle, MrRequest, Pinning, Registrar, Registration};
 use crate::{
     access::{Access, LKey, RKey, Sge},
     error::RegisterError,
-    sys::mmap,
+    sys::mlock,
 };
 
 /// A device made of software, for tests and machines without RDMA; see [`Device::soft`].
@@ -418,7 +418,7 @@ unsafe impl Registrar for SoftDevice {
             return Err(fail("soft register", io::Error::from_raw_os_error(libc::EINVAL)));
         }
         // SAFETY: the range is mapped until it is deregistered (contract), which unlocks it.
-        unsafe { mmap::lock(request.addr, request.len) }.map_err(|e| fail("mlock", e))?;
+        unsafe { mlock::lock(request.addr, request.len) }.map_err(|e| fail("mlock", e))?;
         let mut regions = self.regions.write();
         let n = regions.next;
         regions.next = n.wrapping_add(1);
@@ -444,6 +444,6 @@ unsafe impl Registrar for SoftDevice {
         let region = regions.by_handle.remove(&handle.0).ok_or_else(refused)?;
         drop(regions);
         // SAFETY: the range stays mapped until this returns (contract of `register`).
-        unsafe { mmap::unlock(region.addr, region.len) }.map_err(|e| fail("munlock", e))
+        unsafe { mlock::unlock(region.addr, region.len) }.map_err(|e| fail("munlock", e))
     }
 }

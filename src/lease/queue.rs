@@ -1,5 +1,6 @@
-//! A queue pair that leases are bound to: waiting for its completions, what is bound through it, and the
-//! order in which all that ends. Leaves the calls to `end.rs` and the face of a single lease to `mod.rs`.
+//! A queue pair that leases are bound to, and who may use it. What is bound through it is in `windows`, waiting
+//! for completions in `completions`, the order in which all that ends in `closing`. Leaves the calls to `end.rs`
+//! and the face of a single lease to `mod.rs`.
 //!
 //! **Who may use the queue pair.** Each call that may touch it holds `open` shared; closing holds it
 //! exclusively, so that nothing touches it once `close` has returned, and its owner may destroy it.
@@ -7,64 +8,41 @@
 //! **Where a window is.** In its `Slot` while it is bound, so that closing finds all of them; a lease has
 //! the slot's number. Closing ends them and says in the slot how that went.
 
+mod closing;
 mod completions;
+mod windows;
 
+#[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
+use std::ffi::c_void;
 use std::{
     collections::HashMap,
-    ffi::c_void,
-    fmt, hint, mem, slice,
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
 
+pub(super) use self::windows::{Failure, keep_out};
+use self::{
+    completions::{Awaited, SEQUENCE},
+    windows::{Slot, Slots},
+};
+pub use self::{
+    completions::{Completions, Others},
+    windows::leaked,
+};
 use super::{
-    end::{CHAIN, End, Sent, Target, Through, Window},
+    end::{End, Through},
     error::LeaseError,
 };
 use crate::{
-    access::Access,
-    buf::Buf,
     device::{Device, LeaseSupport},
     sys::{fork, limits},
 };
-
-/// Takes completions that are not the leases', each an `ibv_wc *` that is valid during the call.
-pub type Others = Box<dyn Fn(*const c_void) + Send + Sync>;
-
-/// How the completions of bind and invalidate requests get here.
-#[non_exhaustive]
-#[derive(Default)]
-pub enum Completions {
-    /// Lease calls poll the queue pair's send completion queue themselves, and nobody else polls it
-    /// while they run. Completions of other requests that they meet are lost: for a queue of the leases'
-    /// own.
-    #[default]
-    Polled,
-    /// As [`Polled`](Completions::Polled), and completions of other requests are handed on.
-    PolledFor(Others),
-    /// Somebody else polls, and passes the completions for which [`LeaseQp::is_mine`] on to
-    /// [`LeaseQp::complete`]. Binding then does not wait, and what is to end is invalidated in the
-    /// background, unless [`Lease::revoke`](super::Lease::revoke) or
-    /// [`exchange`](super::Lease::exchange) waits for it, on another thread than
-    /// the one that polls.
-    Routed,
-}
-
-impl fmt::Debug for Completions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Polled => "Polled",
-            Self::PolledFor(_) => "PolledFor(..)",
-            Self::Routed => "Routed",
-        })
-    }
-}
 
 /// How leases use a queue pair. Change what differs from the default.
 #[derive(Debug)]
@@ -146,56 +124,6 @@ pub(super) struct Inner {
     forced: AtomicU64,
     leaked: AtomicU64,
     device: Device,
-}
-
-#[derive(Default)]
-struct Slots {
-    list: Vec<Slot>,
-    free: Vec<u32>,
-}
-
-enum Slot {
-    Free,
-    Bound(Window),
-    /// Ended when the queue pair was closed; why, if that failed.
-    Ended(Option<(LeaseError, LeaseError)>),
-}
-
-/// What is to happen at a completion.
-enum Awaited {
-    /// A call waits for it.
-    Call,
-    /// It has come, with its status and vendor code.
-    Come(u32, u32),
-    /// A revocation that nobody waits for: the buffer goes back, the window rests.
-    Nobody(Window, Buf),
-}
-
-/// How it stands after a failure.
-pub(super) enum Failure {
-    /// Nothing is bound.
-    Undone(LeaseError),
-    /// It is bound, as far as anybody knows: invalidating failed, and then giving the window back.
-    Stuck(LeaseError, LeaseError),
-}
-
-const SEQUENCE: u64 = (1 << 48) - 1;
-/// How often a wait looks before it gives the processor away between looks.
-const LOOKS: u32 = 2;
-/// How often it then gives it away before it looks at the clock, too.
-const UNTIMED: u32 = 16;
-/// Of how many binds that nobody waits for one reports.
-const REPORT_EVERY: u64 = 16;
-const BINDING: &str = "binding a memory window";
-const INVALIDATING: &str = "invalidating a memory window";
-
-/// They are kept here, so that what is lost stays in sight, of leak checkers too.
-static KEPT_OUT: Mutex<Vec<Buf>> = Mutex::new(Vec::new());
-
-/// Buffers of this process that are kept out of use for ever, because a device would neither invalidate
-/// their lease nor take its window back. Anything but 0 is a driver's fault worth reporting.
-pub fn leaked() -> u64 {
-    KEPT_OUT.lock().len() as u64
 }
 
 impl LeaseQp {
@@ -392,8 +320,6 @@ impl fmt::Debug for LeaseQp {
     }
 }
 
-// --- binding and ending ----------------------------------------------------------------------------
-
 impl Inner {
     pub(super) fn through(&self) -> Through<'_> {
         Through { device: &self.device, end: &self.end }
@@ -429,266 +355,5 @@ impl Inner {
         }
         let open = self.open.read_recursive();
         if *open { Ok(open) } else { Err(LeaseError::Closed) }
-    }
-
-    /// Binds a window to a buffer.
-    ///
-    /// The caller has [entered](Inner::enter).
-    pub(super) fn bind(
-        &self,
-        target: &Target,
-        rights: Access,
-        wait: bool,
-    ) -> Result<Window, Failure> {
-        let through = self.through();
-        let mut window = through.take().map_err(Failure::Undone)?;
-        let n = self.leased.fetch_add(1, Relaxed);
-        // A send queue gets room again by what is reported.
-        let report = wait || n.is_multiple_of(REPORT_EVERY);
-        let done = self.run(BINDING, wait, |wr_id| {
-            // SAFETY: the caller has entered, so the queue pair is not closed, and exists. The target's
-            // region is registered while the lease has its buffer, which it has until the window is
-            // unbound, or for ever. A window that was taken is bound to nothing.
-            unsafe { through.bind(wr_id, &mut window, target, rights, report) }
-        });
-        match done {
-            Ok(()) => {
-                if report && !wait && !self.routed() {
-                    // What failed shows in the counts, and to whoever waits next.
-                    let _ = self.poll();
-                }
-                Ok(window)
-            }
-            // Whatever became of the request: without its window it can do nothing.
-            Err(e) => {
-                self.leased.fetch_sub(1, Relaxed);
-                Err(self.force(window, e))
-            }
-        }
-    }
-
-    /// Binds a window that is bound to one buffer to another.
-    ///
-    /// The caller has [entered](Inner::enter).
-    pub(super) fn rebind(
-        &self,
-        mut window: Window,
-        target: &Target,
-        rights: Access,
-    ) -> Result<Window, Failure> {
-        let through = self.through();
-        let done = self.run("exchanging what a memory window is bound to", true, |wr_id| {
-            // SAFETY: as in `bind`; the window came from a lease, and so is bound, through this queue
-            // pair.
-            unsafe { through.rebind(wr_id, &mut window, target, rights) }
-        });
-        match done {
-            Ok(()) => {
-                self.invalidated.fetch_add(1, Relaxed);
-                self.leased.fetch_add(1, Relaxed);
-                Ok(window)
-            }
-            Err(e) => Err(self.force(window, e)),
-        }
-    }
-
-    /// Ends what is bound in a slot, and frees the slot.
-    pub(super) fn end(&self, slot: u32) -> Result<(), Failure> {
-        self.own_process().map_err(Failure::Undone)?;
-        let _open = self.open.read_recursive();
-        let window = self.take_out(slot)?;
-        let Some(window) = window else { return Ok(()) };
-        let through = self.through();
-        let done = self.run(INVALIDATING, true, |wr_id| {
-            // SAFETY: `open` is held, and closing leaves no window in a slot, so it is not closed and the
-            // queue pair exists. The window was in a slot, and so is bound, through this queue pair.
-            unsafe { through.invalidate(wr_id, slice::from_ref(&window)) }
-        });
-        match done {
-            Ok(()) => {
-                self.invalidated.fetch_add(1, Relaxed);
-                through.rest(window);
-                Ok(())
-            }
-            Err(e) => match self.force(window, e) {
-                Failure::Undone(_) => Ok(()),
-                stuck => Err(stuck),
-            },
-        }
-    }
-
-    /// Has what is bound in a slot invalidated, and takes the buffer until that is done. Waits for
-    /// nothing.
-    pub(super) fn end_later(&self, slot: u32, buf: Buf) {
-        let _open = self.open.read_recursive();
-        let window = match self.take_out(slot) {
-            Ok(Some(window)) => window,
-            Ok(None) => return,
-            Err(_) => return keep_out(buf),
-        };
-        let through = self.through();
-        let wr_id = self.new_wr_id();
-        // Held until the entry is there: its completion may come at once.
-        let mut arrivals = self.arrivals.lock();
-        // SAFETY: as in `end`.
-        match unsafe { through.invalidate(wr_id, slice::from_ref(&window)) } {
-            Ok(Sent::Underway) => {
-                arrivals.insert(wr_id, Awaited::Nobody(window, buf));
-            }
-            Ok(Sent::Done) => {
-                drop(arrivals);
-                self.ended(window, buf, Ok(()));
-            }
-            Err(e) => {
-                drop(arrivals);
-                self.ended(window, buf, Err(e));
-            }
-        }
-    }
-
-    /// A revocation that nobody waited for has ended.
-    fn ended(&self, window: Window, buf: Buf, how: Result<(), LeaseError>) {
-        match how {
-            Ok(()) => {
-                self.invalidated.fetch_add(1, Relaxed);
-                self.through().rest(window);
-            }
-            Err(e) => {
-                if let Failure::Stuck(..) = self.force(window, e) {
-                    keep_out(buf);
-                }
-            }
-        }
-    }
-
-    /// Unbinds a window that could not be invalidated, by giving it back.
-    fn force(&self, mut window: Window, first: LeaseError) -> Failure {
-        match self.through().dealloc(&mut window) {
-            Ok(()) => {
-                self.forced.fetch_add(1, Relaxed);
-                Failure::Undone(first)
-            }
-            Err(second) => {
-                self.leaked.fetch_add(1, Relaxed);
-                // Its PD stays as long.
-                let _ = mem::ManuallyDrop::new(window);
-                Failure::Stuck(first, second)
-            }
-        }
-    }
-
-    /// Puts a bound window into a slot.
-    pub(super) fn put_in(&self, window: Window) -> u32 {
-        let mut slots = self.slots.lock();
-        if let Some(slot) = slots.free.pop() {
-            slots.list[slot as usize] = Slot::Bound(window);
-            return slot;
-        }
-        slots.list.push(Slot::Bound(window));
-        slots.list.len() as u32 - 1
-    }
-
-    /// Takes the window out of a slot, and frees that; `None` if it was ended by closing.
-    pub(super) fn take_out(&self, slot: u32) -> Result<Option<Window>, Failure> {
-        let mut slots = self.slots.lock();
-        slots.free.push(slot);
-        match mem::replace(&mut slots.list[slot as usize], Slot::Free) {
-            Slot::Bound(window) => Ok(Some(window)),
-            Slot::Ended(None) | Slot::Free => Ok(None),
-            Slot::Ended(Some((first, second))) => Err(Failure::Stuck(first, second)),
-        }
-    }
-
-    /// Whether a slot's window is bound still.
-    pub(super) fn is_bound(&self, slot: u32) -> bool {
-        matches!(self.slots.lock().list[slot as usize], Slot::Bound(_))
-    }
-}
-
-/// Keeps a buffer out of use for ever: a peer may still reach it. Its pool counts it as live, and so never
-/// deregisters its arena.
-pub(super) fn keep_out<R>(buf: Buf<R>) {
-    KEPT_OUT.lock().push(buf.reached());
-}
-
-// --- closing ---------------------------------------------------------------------------------------
-
-impl Inner {
-    /// Ends everything on this queue pair, for it may be destroyed next.
-    pub(super) fn close(&self) {
-        // Also in a child that no fork handler saw.
-        if self.is_foreign() || limits::process_id() != self.process {
-            return;
-        }
-        self.closing.store(true, Relaxed);
-        // From here on nobody else touches the queue pair.
-        let mut open = self.open.write();
-        if !mem::replace(&mut *open, false) {
-            return;
-        }
-        let bound = |slots: &Slots, from: usize| {
-            slots.list[from..].iter().position(|s| matches!(s, Slot::Bound(_))).map(|i| from + i)
-        };
-        let mut at = 0;
-        loop {
-            // The lock is not held while waiting; nobody puts windows in any more.
-            let (mut numbers, mut windows) = (Vec::new(), Vec::new());
-            {
-                let mut slots = self.slots.lock();
-                while let Some(i) = bound(&slots, at).filter(|_| windows.len() < CHAIN) {
-                    if let Slot::Bound(w) = mem::replace(&mut slots.list[i], Slot::Ended(None)) {
-                        numbers.push(i);
-                        windows.push(w);
-                    }
-                    at = i + 1;
-                }
-            }
-            if windows.is_empty() {
-                break;
-            }
-            let failures = self.end_all(windows);
-            let mut slots = self.slots.lock();
-            for (i, failure) in numbers.into_iter().zip(failures) {
-                if let Some(stuck) = failure
-                    && matches!(slots.list[i], Slot::Ended(None))
-                {
-                    slots.list[i] = Slot::Ended(Some(stuck));
-                }
-            }
-        }
-        // Their requests may never complete now; without their windows they can do nothing.
-        let left: Vec<_> = self.arrivals.lock().drain().collect();
-        for (_, awaited) in left {
-            if let Awaited::Nobody(window, buf) = awaited {
-                self.ended(window, buf, Err(LeaseError::Closed));
-            }
-        }
-    }
-
-    /// Ends up to [`CHAIN`] windows; says for each whether, and why, it could not be ended.
-    fn end_all(&self, windows: Vec<Window>) -> Vec<Option<(LeaseError, LeaseError)>> {
-        let through = self.through();
-        // Where somebody else polls, nobody may be left to pass completions on.
-        let done = if self.routed() {
-            Err(LeaseError::Closed)
-        } else {
-            self.run("invalidating memory windows", true, |wr_id| {
-                // SAFETY: the caller holds `open` exclusively and has not returned, so the queue pair
-                // exists. The windows were in slots, and so are bound, through this queue pair.
-                unsafe { through.invalidate(wr_id, &windows) }
-            })
-        };
-        let each = |window| match &done {
-            Ok(()) => {
-                self.invalidated.fetch_add(1, Relaxed);
-                through.rest(window);
-                None
-            }
-            Err(e) => match self.force(window, e.retold()) {
-                Failure::Undone(_) => None,
-                Failure::Stuck(first, second) => Some((first, second)),
-            },
-        };
-        windows.into_iter().map(each).collect()
     }
 }

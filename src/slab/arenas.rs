@@ -1,11 +1,10 @@
 //! Arenas that come and go under the slabs' lock: what of each is in use, which are parked (to be used last,
 //! so that they fall empty), and how much is left in all. When to grow or shrink is the pool's business.
 
-use super::{ClassCounts, Slabs, State};
+use super::{Slabs, State};
 use crate::{
-    ordered::{Nodes, Ordered, Pair},
     page_map::{PageEntry, PageMap},
-    size_class::{self, PAGE_SHIFT, SPAN_CLASS},
+    size_class::PAGE_SHIFT,
     sync::atomic::Ordering::Relaxed,
 };
 
@@ -36,72 +35,6 @@ impl State {
     /// Bytes that are not taken.
     pub(super) fn idle(&self) -> usize {
         self.capacity - self.taken_bytes
-    }
-
-    pub(super) fn took(&mut self, class: usize, blocks: usize, bytes: usize) {
-        let ClassCounts { taken, .. } = &mut self.classes[class];
-        *taken += blocks;
-        self.taken += blocks;
-        self.taken_bytes += bytes;
-        self.peak = self.peak.max(self.taken_bytes);
-        let of_class = match class {
-            SPAN_CLASS => self.classes[class].bytes,
-            _ => self.classes[class].taken * size_class::size_of(class),
-        };
-        self.peaks[class] = self.peaks[class].max(of_class);
-    }
-
-    /// Pages in free runs.
-    pub(super) fn free_pages(&self) -> usize {
-        self.arenas.iter().map(|a| (a.pages - a.used) as usize).sum()
-    }
-
-    /// Pages of the longest free run of each arena, together.
-    pub(super) fn longest_runs(&self, stride: u32, without: &mut [bool]) -> usize {
-        let mut left = 0;
-        for (without, arena) in without.iter_mut().zip(&self.arenas) {
-            *without = arena.pages > arena.used;
-            left += usize::from(*without);
-        }
-        let mut sum = 0;
-        let sets = [&self.runs, &self.parked_runs];
-        let mut runs = sets.into_iter().flat_map(|set| set.backwards(&self.nodes));
-        // Longest first, parked ones apart; an arena's runs are all in one of the two sets.
-        while left > 0
-            && let Some((pages, first)) = runs.next()
-        {
-            let mine = &mut without[(first / stride) as usize];
-            if std::mem::take(mine) {
-                sum += pages as usize;
-                left -= 1;
-            }
-        }
-        sum
-    }
-
-    /// The set that a run at a page belongs to.
-    fn runs_at(&mut self, first: u32) -> (&mut Ordered, &mut Nodes) {
-        let set = if first < self.parked_from { &mut self.runs } else { &mut self.parked_runs };
-        (set, &mut self.nodes)
-    }
-
-    pub(super) fn insert_run(&mut self, run: Pair) {
-        let (set, nodes) = self.runs_at(run.1);
-        set.insert(nodes, run);
-    }
-
-    pub(super) fn remove_run(&mut self, run: Pair) -> bool {
-        let (set, nodes) = self.runs_at(run.1);
-        set.remove(nodes, run)
-    }
-
-    /// Lists a slab that has blocks in and blocks out.
-    pub(super) fn list(&mut self, class: usize, first: u32) {
-        self.partial[class].insert(&mut self.nodes, (first, 0));
-    }
-
-    pub(super) fn unlist(&mut self, class: usize, first: u32) {
-        self.partial[class].remove(&mut self.nodes, (first, 0));
     }
 
     pub(super) fn insert_arena(&mut self, map: &PageMap, offset: usize, len: usize) {
@@ -196,29 +129,6 @@ impl Slabs {
         let state = self.state.lock();
         self.ring_below.store(bytes, Relaxed);
         state.idle() < bytes
-    }
-
-    /// The part of `check` that is about arenas; `starts` has all runs and slabs.
-    #[cfg(any(test, feature = "fault"))]
-    pub(super) fn check_arenas(&self, state: &State, starts: &[(u32, u32, bool)]) {
-        let stride = self.map.stride_pages();
-        for (slot, arena) in state.arenas.iter().enumerate() {
-            let of = |free| {
-                let here = starts.iter().filter(|s| (s.0 / stride) as usize == slot && s.2 == free);
-                here.map(|s| s.1).sum::<u32>()
-            };
-            assert_eq!(of(false), arena.used, "pages in use in slot {slot}");
-            assert_eq!(of(true), arena.pages - arena.used, "pages free in slot {slot}");
-        }
-        assert!(state.runs.range(&state.nodes, (0, 0)).all(|r| r.1 < state.parked_from));
-        assert!(state.parked_runs.range(&state.nodes, (0, 0)).all(|r| r.1 >= state.parked_from));
-        let bytes: usize = (state.classes.iter().enumerate())
-            .map(|(c, n)| match c {
-                SPAN_CLASS => n.bytes,
-                _ => n.taken * size_class::size_of(c),
-            })
-            .sum();
-        assert_eq!(bytes, state.taken_bytes);
     }
 }
 

@@ -6,6 +6,7 @@ pub(crate) mod futex;
 pub(crate) mod limits;
 pub(crate) mod mapping_faults;
 pub(crate) mod membarrier;
+pub(crate) mod mlock;
 pub(crate) mod mmap;
 pub(crate) mod numa;
 #[cfg(feature = "top")]

@@ -1,6 +1,64 @@
 //! What comes back of binds and invalidations: polled here or handed on by whoever polls, and who waits for it.
 
-use super::*;
+use std::{ffi::c_void, fmt, hint, sync::atomic::Ordering::Relaxed, thread, time::Instant};
+
+use super::Inner;
+use crate::{
+    buf::Buf,
+    lease::{
+        end::{End, Sent, Window},
+        error::LeaseError,
+    },
+};
+
+pub(super) const SEQUENCE: u64 = (1 << 48) - 1;
+/// How often a wait looks before it gives the processor away between looks.
+const LOOKS: u32 = 2;
+/// How often it then gives it away before it looks at the clock, too.
+const UNTIMED: u32 = 16;
+pub(super) const INVALIDATING: &str = "invalidating a memory window";
+
+/// Takes completions that are not the leases', each an `ibv_wc *` that is valid during the call.
+pub type Others = Box<dyn Fn(*const c_void) + Send + Sync>;
+
+/// How the completions of bind and invalidate requests get here.
+#[non_exhaustive]
+#[derive(Default)]
+pub enum Completions {
+    /// Lease calls poll the queue pair's send completion queue themselves, and nobody else polls it
+    /// while they run. Completions of other requests that they meet are lost: for a queue of the leases'
+    /// own.
+    #[default]
+    Polled,
+    /// As [`Polled`](Completions::Polled), and completions of other requests are handed on.
+    PolledFor(Others),
+    /// Somebody else polls, and passes the completions for which [`LeaseQp::is_mine`] on to
+    /// [`LeaseQp::complete`]. Binding then does not wait, and what is to end is invalidated in the
+    /// background, unless [`Lease::revoke`](super::Lease::revoke) or
+    /// [`exchange`](super::Lease::exchange) waits for it, on another thread than
+    /// the one that polls.
+    Routed,
+}
+
+impl fmt::Debug for Completions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Polled => "Polled",
+            Self::PolledFor(_) => "PolledFor(..)",
+            Self::Routed => "Routed",
+        })
+    }
+}
+
+/// What is to happen at a completion.
+pub(super) enum Awaited {
+    /// A call waits for it.
+    Call,
+    /// It has come, with its status and vendor code.
+    Come(u32, u32),
+    /// A revocation that nobody waits for: the buffer goes back, the window rests.
+    Nobody(Window, Buf),
+}
 
 impl Inner {
     pub(super) fn new_wr_id(&self) -> u64 {
