@@ -88,8 +88,10 @@ pub enum BuildError {
     },
     /// A share cannot be as it was asked for.
     #[error(
-        "share {name:?} of access class {class:?}: {problem} ({} asked, {} not reserved yet)",
-        Bytes(*asked as u64), Bytes(*free as u64)
+        "share {name:?} of access class {class:?}: {problem}{}",
+        if *asked == 0 { String::new() } else {
+            format!(" ({} asked, {} not reserved yet)", Bytes(*asked as u64), Bytes(*free as u64))
+        }
     )]
     Share {
         /// Its name.
