@@ -34,8 +34,8 @@ pub enum Completions {
     PolledFor(Others),
     /// Somebody else polls, and passes the completions for which [`LeaseQp::is_mine`] on to
     /// [`LeaseQp::complete`]. Binding then does not wait, and what is to end is invalidated in the
-    /// background, unless [`Lease::revoke`](super::Lease::revoke) or
-    /// [`exchange`](super::Lease::exchange) waits for it, on another thread than
+    /// background, unless [`Lease::revoke`](crate::Lease::revoke) or
+    /// [`exchange`](crate::Lease::exchange) waits for it, on another thread than
     /// the one that polls.
     Routed,
 }
