@@ -192,7 +192,7 @@ impl Guard {
         shadow::show(block.ptr, block.len);
         let out = self.watch.records().then(|| self.ledger.lock().came_back(block.addr()));
         match out {
-            // It never was a buffer: assigned to who waited, who left.
+            // Nothing is known of it that could be held against what is there.
             Some(None) => return shadow::hide(block.ptr, block.len),
             Some(Some(out)) => {
                 told = self.overrun(block, &out);

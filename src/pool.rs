@@ -15,6 +15,7 @@ mod free;
 mod grow;
 mod guarded;
 mod leaks;
+mod line;
 mod map;
 mod posted;
 mod rails;

@@ -1,9 +1,12 @@
 //! The books: what of a pool is where, and what it has done. Counted on the slow path and by reading other
-//! threads' cursors; the fast path counts nothing. Manages what the numbers mean and how they sum; gathering
-//! them is `pool/books.rs`'s.
+//! threads' cursors; the fast path counts nothing. This file says what the numbers mean, `sums` how they sum;
+//! gathering them is `pool/books.rs`'s.
+
+mod sums;
 
 use std::time::Duration;
 
+pub(crate) use self::sums::Sum;
 use crate::{
     access::Access,
     size_class::{self, CLASSES},
@@ -324,203 +327,17 @@ pub(crate) struct Counted<'a> {
 }
 
 impl Stats {
-    /// Sums up.
-    pub(crate) fn new(counts: &crate::slab::Counts, counted: &Counted<'_>) -> Self {
-        let cached = counted.cached;
-        let mut s = Self {
-            capacity: counts.capacity,
-            max_capacity: counts.capacity,
-            unused: counts.free_runs,
-            largest_free: counts.largest_run,
-            free_runs: counts.runs,
-            scattered: counts.scattered,
-            high_water: counts.peak,
-            table_bytes: counts.table_bytes,
-            ..Self::default()
-        };
-        for (class, c) in counts.classes.iter().enumerate() {
-            let (caches, waits) = ((counted.caches)(class), (counted.waits)(class));
-            let high_water = counts.peaks[class];
-            if (c.bytes, caches, waits.times, high_water) == (0, CacheStats::default(), 0, 0) {
-                continue;
-            }
-            let mut entry = if class < CLASSES {
-                let block = size_class::size_of(class);
-                let in_cache = cached.blocks[class].min(c.taken);
-                let out = c.taken - in_cache;
-                let (live, cached, free) = (out * block, in_cache * block, c.free * block);
-                let unused = c.bytes - live - cached - free;
-                ClassStats {
-                    capacity: c.bytes,
-                    live,
-                    cached,
-                    free,
-                    unused,
-                    live_buffers: out,
-                    ..ClassStats::of(block)
-                }
-            } else {
-                let cached_bytes = cached.span_bytes.min(c.bytes);
-                ClassStats {
-                    capacity: c.bytes,
-                    live: c.bytes - cached_bytes,
-                    cached: cached_bytes,
-                    live_buffers: c.taken - cached.blocks[class].min(c.taken),
-                    ..ClassStats::of(0)
-                }
-            };
-            (entry.caches, entry.high_water) = (caches, high_water);
-            (entry.waits, entry.wait_time) = (waits.times, waits.time);
-            s.live += entry.live;
-            s.cached += entry.cached;
-            s.free += entry.free;
-            s.unused += entry.unused;
-            s.live_buffers += entry.live_buffers;
-            s.caches.absorb(&entry.caches);
-            s.waits += waits.times;
-            s.wait_time += waits.time;
-            s.longest_wait = s.longest_wait.max(waits.longest);
-            s.classes.push(entry);
-        }
-        s
-    }
-
-    /// Adds what another heap has; but for who waits, since some stand in two lines.
-    pub(crate) fn absorb(&mut self, other: &Self) {
-        self.capacity += other.capacity;
-        self.live += other.live;
-        self.cached += other.cached;
-        self.free += other.free;
-        self.unused += other.unused;
-        self.live_buffers += other.live_buffers;
-        self.high_water += other.high_water;
-        self.caches.absorb(&other.caches);
-        self.largest_free = self.largest_free.max(other.largest_free);
-        self.free_runs += other.free_runs;
-        self.scattered += other.scattered;
-        self.arenas += other.arenas;
-        self.regions += other.regions;
-        for p in &other.pages {
-            self.add_pages(*p);
-        }
-        self.register_time += other.register_time;
-        self.longest_register = self.longest_register.max(other.longest_register);
-        self.register_calls += other.register_calls;
-        self.table_bytes += other.table_bytes;
-        self.max_capacity += other.max_capacity;
-        self.waits += other.waits;
-        self.wait_time += other.wait_time;
-        self.longest_wait = self.longest_wait.max(other.longest_wait);
-        self.refused += other.refused;
-        self.growths += other.growths;
-        self.shrinks += other.shrinks;
-        self.growth_failures += other.growth_failures;
-        self.growth_time += other.growth_time;
-        self.guards.written_after_free += other.guards.written_after_free;
-        self.guards.written_beyond_end += other.guards.written_beyond_end;
-        self.guards.quarantined += other.guards.quarantined;
-        for c in &other.classes {
-            match self.classes.iter_mut().find(|own| own.block == c.block) {
-                Some(own) => {
-                    own.capacity += c.capacity;
-                    own.live += c.live;
-                    own.cached += c.cached;
-                    own.free += c.free;
-                    own.unused += c.unused;
-                    own.live_buffers += c.live_buffers;
-                    own.high_water += c.high_water;
-                    own.caches.absorb(&c.caches);
-                    own.waits += c.waits;
-                    own.wait_time += c.wait_time;
-                }
-                None => self.classes.push(*c),
-            }
-        }
-        // Spans, whose block is 0, last.
-        self.classes.sort_by_key(|c| c.block.wrapping_sub(1));
-    }
-
-    /// Adds the arenas of one page size.
-    pub(crate) fn add_pages(&mut self, of: PageStats) {
-        match self.pages.iter_mut().find(|own| own.page_size == of.page_size) {
-            Some(own) => (own.arenas, own.bytes) = (own.arenas + of.arenas, own.bytes + of.bytes),
-            None => self.pages.push(of),
-        }
-        self.pages.sort_by_key(|p| p.page_size);
-    }
-
     /// What part of the free runs' bytes lies apart from the longest run of its arena, 0 to 1: 0 when each arena's
     /// free memory is in one piece, close to 1 when it is in many small ones. 0 when there is none.
     ///
     /// What slabs hold (`free`) is not in it: a slab's free blocks serve their class, whatever lies around them.
     pub fn fragmentation(&self) -> f64 {
         let left_over: usize = self.classes.iter().map(|c| c.unused).sum();
-        fragmentation(self.scattered, self.unused.saturating_sub(left_over))
-    }
-
-    /// Whether the books balance: in total, for every class, access class and share, and their sums; and whether
-    /// what was counted by class, by access class and share, and in total, is the same.
-    pub fn balanced(&self) -> bool {
-        let class = |c: &ClassStats| c.live + c.cached + c.free + c.unused == c.capacity;
-        let mut all = Books::default();
-        self.access_classes.iter().for_each(|a| all.absorb(&a.all));
-        let summed = |a: &AccessStats| {
-            let mut sum = a.unreserved;
-            self.shares.iter().filter(|s| s.class == a.name).for_each(|s| sum.absorb(&s.reserve));
-            sum == a.all && a.all.balanced() && a.unreserved.balanced()
-        };
-        self.live + self.cached + self.free + self.unused == self.capacity
-            && self.classes.iter().all(class)
-            && self.classes_sum()
-            && self.pages_sum()
-            && self.shares.iter().all(|s| s.reserve.balanced())
-            && self.access_classes.iter().all(summed)
-            && (self.access_classes.is_empty() || (all == self.books() && self.arenas_sum()))
-    }
-
-    /// Whether what is told by size class sums to the total.
-    fn classes_sum(&self) -> bool {
-        let mut sum = Books::default();
-        let mut peaks = 0;
-        for c in &self.classes {
-            sum.live += c.live;
-            sum.cached += c.cached;
-            sum.free += c.free;
-            sum.live_buffers += c.live_buffers;
-            sum.caches.absorb(&c.caches);
-            sum.waits += c.waits;
-            sum.wait_time += c.wait_time;
-            peaks += c.high_water;
+        match self.unused.saturating_sub(left_over) {
+            0 => 0.0,
+            free_runs => self.scattered as f64 / free_runs as f64,
         }
-        let of =
-            |b: &Books| (b.live, b.cached, b.free, b.live_buffers, b.caches, b.waits, b.wait_time);
-        let caches = self.caches;
-        of(&sum) == of(&self.books())
-            && caches.from_depot <= caches.misses
-            && (self.live..=peaks).contains(&self.high_water)
     }
-
-    /// Whether the arenas by page size are all of them.
-    fn pages_sum(&self) -> bool {
-        self.pages.iter().map(|p| p.arenas).sum::<usize>() == self.arenas
-    }
-
-    fn arenas_sum(&self) -> bool {
-        let of = |f: fn(&ArenaStats) -> u64| -> u64 {
-            self.access_classes.iter().map(|a| f(&a.bringing_up)).sum()
-        };
-        of(|a| a.arenas as u64) == self.arenas as u64
-            && of(|a| a.regions as u64) == self.regions as u64
-            && of(|a| a.register_calls) == self.register_calls
-            && of(|a| a.growths) == self.growths
-            && of(|a| a.shrinks) == self.shrinks
-            && of(|a| a.growth_failures) == self.growth_failures
-    }
-}
-
-/// Of free runs of `all` bytes, `scattered` are not the longest in their arena.
-fn fragmentation(scattered: usize, all: usize) -> f64 {
-    if all == 0 { 0.0 } else { scattered as f64 / all as f64 }
 }
 
 impl CacheStats {
@@ -529,54 +346,5 @@ impl CacheStats {
     pub fn hit_rate(&self) -> Option<f64> {
         let all = self.hits + self.misses;
         (all > 0).then(|| self.hits as f64 / all as f64)
-    }
-
-    pub(crate) fn absorb(&mut self, other: &Self) {
-        self.hits += other.hits;
-        self.misses += other.misses;
-        self.from_depot += other.from_depot;
-    }
-}
-
-impl ClassStats {
-    fn of(block: usize) -> Self {
-        Self {
-            block,
-            capacity: 0,
-            live: 0,
-            cached: 0,
-            free: 0,
-            unused: 0,
-            live_buffers: 0,
-            high_water: 0,
-            caches: CacheStats::default(),
-            waits: 0,
-            wait_time: Duration::ZERO,
-        }
-    }
-}
-
-impl Books {
-    /// Whether they balance.
-    pub fn balanced(&self) -> bool {
-        self.live + self.cached + self.free + self.unused == self.capacity
-    }
-
-    pub(crate) fn absorb(&mut self, other: &Self) {
-        self.capacity += other.capacity;
-        self.live += other.live;
-        self.cached += other.cached;
-        self.free += other.free;
-        self.unused += other.unused;
-        self.live_buffers += other.live_buffers;
-        self.high_water += other.high_water;
-        self.caches.absorb(&other.caches);
-        self.largest_free = self.largest_free.max(other.largest_free);
-        self.free_runs += other.free_runs;
-        self.scattered += other.scattered;
-        self.waits += other.waits;
-        self.wait_time += other.wait_time;
-        self.longest_wait = self.longest_wait.max(other.longest_wait);
-        self.refused += other.refused;
     }
 }

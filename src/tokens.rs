@@ -123,6 +123,9 @@ pub(crate) struct Landed {
     pub(crate) place: Place,
 }
 
+// SAFETY: says where a block is and gives no access to it; who may use it is decided as if it were a bare address.
+unsafe impl Send for Landed {}
+
 /// A [`Landed`] in two words, so that the slow path answers in registers: the offset from the base, which has
 /// 46 bits, with the place's, a multiple of 32 of 13 bits, above; and the length.
 #[derive(Clone, Copy)]

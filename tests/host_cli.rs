@@ -39,7 +39,7 @@ fn unfit_calls_are_answered_with_one_sentence() {
         (&soft(&["--sizes", "0"]), "4 KiB to 64 MiB"),
         (&soft(&["--sizes", "4K,65M"]), "4 KiB to 64 MiB"),
         (&soft(&["--sizes", "99999999999999999999G"]), "4 KiB to 64 MiB"),
-        (&soft(&["--sizes", "5000"]), "multiple of 4 KiB"),
+        (&soft(&["--sizes", "5000"]), "in whole 4 KiB"),
         (&soft(&["--sizes", "64Q"]), "64Q"),
         (&soft(&["--sizes", "-4K"]), "-4"),
         (&soft(&["--sizes", ""]), "--sizes"),

@@ -299,7 +299,9 @@ fn posted_work_resolves_at_its_completion() {
     let token = posted.token();
     assert_eq!(pool.from_token(token).unwrap_err(), TokenError::Posted { token });
     let done = Outcome { status: 0, bytes: 17 };
+    assert_eq!(pool.in_flight().len(), 1);
     pool.complete(token, done).unwrap();
+    assert_eq!((pool.in_flight().len(), pool.stats().live_buffers), (0, 1), "its future's now");
     assert_eq!((count.0.load(SeqCst), later.0.load(SeqCst)), (0, 1));
     assert_eq!(pool.complete(token, done), Err(TokenError::NotInFlight { token }), "once");
     let Poll::Ready((buf, outcome)) = poll(&mut posted, &count) else { panic!("complete") };
@@ -331,6 +333,12 @@ fn a_dropped_future_leaves_the_buffer_with_the_device() {
     let posted = posted.try_take().unwrap_err();
     pool.complete(posted.token(), OK).unwrap();
     assert_eq!(posted.try_take().unwrap().0.len(), 4096);
+    // Reported from within the call that then says that it failed: against the contract, but nothing is lost.
+    let refused = pool.post(pool.alloc(4096).unwrap(), |token, _| {
+        pool.complete(token, OK).unwrap();
+        Err("after all")
+    });
+    assert_eq!(refused.unwrap_err().0.len(), 4096);
     // A bare token completes as well: back to the pool.
     pool.complete(pool.alloc(4096).unwrap().into_token(), OK).unwrap();
     assert_eq!(pool.stats().live, 0);

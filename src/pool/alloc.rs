@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Core, wait::Need};
+use super::{Core, line::Need};
 use crate::{
     config::{self, Event},
     depot::Magazine,

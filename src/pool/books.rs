@@ -6,7 +6,7 @@ use super::{Core, family::Heaps};
 use crate::{
     magazine::Local,
     size_class::CLASSES,
-    stats::{AccessStats, ArenaStats, Books, Cached, Counted, ShareStats, Stats, WaitCounts},
+    stats::{AccessStats, Cached, Counted, ShareStats, Stats, Sum, WaitCounts},
 };
 
 impl Core {
@@ -69,7 +69,7 @@ impl Heaps<'_> {
             let bringing_up = unreserved.bringing_up();
             for share in shares {
                 let own = share.stats();
-                all.absorb(&own.books());
+                all.add(&own.books());
                 sum.absorb(&own);
                 let count =
                     |of: fn(&super::share::Beyond) -> u64| share.beyond.as_ref().map_or(0, of);
@@ -95,41 +95,5 @@ impl Heaps<'_> {
             });
         }
         sum
-    }
-}
-
-impl Stats {
-    pub(crate) fn books(&self) -> Books {
-        Books {
-            capacity: self.capacity,
-            live: self.live,
-            cached: self.cached,
-            free: self.free,
-            unused: self.unused,
-            live_buffers: self.live_buffers,
-            high_water: self.high_water,
-            caches: self.caches,
-            largest_free: self.largest_free,
-            free_runs: self.free_runs,
-            scattered: self.scattered,
-            waits: self.waits,
-            wait_time: self.wait_time,
-            longest_wait: self.longest_wait,
-            refused: self.refused,
-        }
-    }
-
-    fn bringing_up(&self) -> ArenaStats {
-        ArenaStats {
-            arenas: self.arenas,
-            regions: self.regions,
-            register_calls: self.register_calls,
-            register_time: self.register_time,
-            longest_register: self.longest_register,
-            growths: self.growths,
-            shrinks: self.shrinks,
-            growth_failures: self.growth_failures,
-            growth_time: self.growth_time,
-        }
     }
 }

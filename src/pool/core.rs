@@ -22,10 +22,10 @@ use super::{
     alloc::Refused,
     grow::Grower,
     guarded::Guarded,
+    line::{Block, Need, Waited},
     posted::Posts,
     rails::Shown,
     share::Beyond,
-    wait::{Block, Need, Waited},
 };
 use crate::{
     access::{Access, Keys, PackedKeys},

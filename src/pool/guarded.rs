@@ -8,7 +8,7 @@ use std::{ptr::NonNull, sync::Arc, sync::atomic::Ordering::Release};
 
 use super::{
     Core, Pool,
-    wait::{Block, Need},
+    line::{Block, Need},
 };
 use crate::{
     guard::{Caller, Extent, Guard, LEAST_CANARY, Waiting},

@@ -17,6 +17,7 @@ use crate::{
     error::TokenError,
     reach::{Any, OneDevice},
     sys::limits,
+    tokens::Landed,
 };
 
 /// How a work request ended, as its completion says.
@@ -45,8 +46,8 @@ enum Post {
     Flying(Option<Waker>),
     /// Its future is gone: the buffer goes back when it completes.
     Forsaken,
-    /// Complete; its future has not taken the buffer yet.
-    Landed(Outcome),
+    /// Complete, and in flight no more; its future has not taken the buffer yet.
+    Landed(Outcome, Landed),
 }
 
 /// The posted work of one pool, by token.
@@ -95,8 +96,8 @@ impl<R> Posted<R> {
         // Foreign code, so not under the lock.
         let mut waker = waker.cloned();
         let mut posts = self.pool.core().posts.0.lock();
-        let outcome = match posts.get_mut(&self.token) {
-            Some(Post::Landed(outcome)) => *outcome,
+        let (outcome, block) = match posts.get_mut(&self.token) {
+            Some(Post::Landed(outcome, block)) => (*outcome, *block),
             Some(Post::Flying(old)) => {
                 if waker.is_some() {
                     mem::swap(old, &mut waker);
@@ -110,7 +111,7 @@ impl<R> Posted<R> {
         posts.remove(&self.token);
         drop(posts);
         self.taken = true;
-        Some((self.pool.core().landed_post(self.token)?, outcome))
+        Some((self.pool.core().buf_of(&block), outcome))
     }
 }
 
@@ -132,12 +133,12 @@ impl<R> Drop for Posted<R> {
         let mut posts = self.pool.core().posts.0.lock();
         let before = match posts.get_mut(&self.token) {
             Some(post @ Post::Flying(_)) => Some(mem::replace(post, Post::Forsaken)),
-            Some(Post::Landed(_)) => posts.remove(&self.token),
+            Some(Post::Landed(..)) => posts.remove(&self.token),
             Some(Post::Forsaken) | None => None,
         };
         drop(posts);
-        if let Some(Post::Landed(_)) = before {
-            drop(self.pool.core().landed_post::<R>(self.token));
+        if let Some(Post::Landed(_, block)) = before {
+            drop(self.pool.core().buf_of::<R>(&block));
         }
     }
 }
@@ -194,11 +195,16 @@ impl<R: OneDevice> Pool<R> {
         // From here on a panic leaves it to the completion.
         let mut posted = Posted { pool: heap, token, taken: false };
         let Err(e) = post(token, sge) else { return Ok(posted) };
-        core.posts.0.lock().remove(&token);
         posted.taken = true;
-        match core.landed_post(token) {
-            Some(buf) => Err((buf, PostError::Refused(e))),
-            // Only if `post` reported a completion, against its contract, and that took the buffer.
+        let before = core.posts.0.lock().remove(&token);
+        let block = match before {
+            // `post` reported a completion, against its contract.
+            Some(Post::Landed(_, block)) => Some(block),
+            _ => core.tokens.land_posted(token),
+        };
+        match block {
+            Some(block) => Err((core.buf_of(&block), PostError::Refused(e))),
+            // There is no other way to take it: tokens of posted work are not redeemed.
             None => Ok(posted),
         }
     }
@@ -219,7 +225,10 @@ impl<R> Pool<R> {
         let mut posts = core.posts.0.lock();
         match posts.get_mut(&token) {
             Some(post @ Post::Flying(_)) => {
-                let before = mem::replace(post, Post::Landed(outcome));
+                // Nobody else lands it: whoever has the token comes through here.
+                let block =
+                    core.tokens.land_posted(token).ok_or(TokenError::NotInFlight { token })?;
+                let before = mem::replace(post, Post::Landed(outcome, block));
                 drop(posts);
                 if let Post::Flying(Some(waker)) = before {
                     waker.wake();
@@ -229,10 +238,10 @@ impl<R> Pool<R> {
             Some(Post::Forsaken) => {
                 posts.remove(&token);
                 drop(posts);
-                drop(core.landed_post::<Any>(token));
+                drop(core.tokens.land_posted(token).map(|block| core.buf_of::<Any>(&block)));
                 Ok(())
             }
-            Some(Post::Landed(_)) => Err(TokenError::NotInFlight { token }),
+            Some(Post::Landed(..)) => Err(TokenError::NotInFlight { token }),
             None => {
                 drop(posts);
                 self.land_any::<Any>(token).map(drop)
@@ -242,9 +251,8 @@ impl<R> Pool<R> {
 }
 
 impl Core {
-    /// The buffer of a posted work request's token.
-    fn landed_post<R>(&self, token: u64) -> Option<Buf<R>> {
-        let landed = self.tokens.land_posted(token)?;
-        Some(Buf::new(self.reference(), self.landed(&landed), landed.len, landed.place))
+    /// The buffer of a token that has landed.
+    fn buf_of<R>(&self, landed: &Landed) -> Buf<R> {
+        Buf::new(self.reference(), self.landed(landed), landed.len, landed.place)
     }
 }

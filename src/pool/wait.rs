@@ -1,7 +1,8 @@
-//! Waiting for a buffer: blocking with a time-out, or as a future. The order is `waiters.rs`'s; here it meets
-//! the pool: what is waited for, where blocks come from, and emptying the caches.
+//! Waiting for a buffer: blocking with a time-out, or as a future, from whatever has lines to wait in. That is a
+//! pool's heap here, and a share in `share_wait.rs`; the line itself is `line.rs`'s.
 
 use std::{
+    alloc::Layout,
     fmt,
     panic::Location,
     pin::Pin,
@@ -11,156 +12,234 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Core, Pool};
+use super::{
+    Core, Pool, PoolRef,
+    line::{Block, Turn},
+};
 use crate::{
     buf::Buf,
     error::AllocError,
     guard::Caller,
     magazine::Place,
     reach::Any,
-    size_class::{self, CLASSES, MAX_BLOCK, MIN_BLOCK, PAGE, SPAN_CLASS},
-    slab::{Entry, Given},
-    stats::WaitCounts,
+    size_class::{self, MAX_BLOCK, MIN_BLOCK},
     thread::gate_at,
-    waiters::Passed,
 };
 
-/// What a request needs; of two that are equal one can be served when the other can.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Need {
+/// What is asked for, and by whom.
+#[derive(Clone, Copy)]
+pub(super) struct Request {
     pub(super) len: usize,
     pub(super) align: usize,
-    /// The class to take from, or a span's.
-    pub(super) class: usize,
-    /// The smallest whose blocks hold it in any case.
-    fit: usize,
+    pub(super) caller: Caller,
 }
 
-/// A block and its class.
-pub(crate) type Block = (Entry, usize);
-
-/// What waiting has come to, over a pool's life.
-#[derive(Default)]
-pub(super) struct Waited {
-    /// How often a request got in line, how long those that have left it stood there, by class: of those that
-    /// anybody waited for.
-    classes: Vec<(usize, WaitCounts)>,
-}
-
-impl Waited {
-    fn at(&mut self, class: usize) -> &mut WaitCounts {
-        let at = self.classes.iter().position(|c| c.0 == class).unwrap_or_else(|| {
-            self.classes.push((class, WaitCounts::default()));
-            self.classes.len() - 1
-        });
-        &mut self.classes[at].1
+impl Request {
+    #[inline]
+    #[track_caller]
+    pub(super) fn of_len(len: usize) -> Self {
+        Self { len, align: 1, caller: Location::caller() }
     }
 
-    pub(super) fn of(&self, class: usize) -> WaitCounts {
-        self.classes.iter().find(|c| c.0 == class).map_or_else(WaitCounts::default, |c| c.1)
+    #[track_caller]
+    pub(super) fn of_layout(layout: Layout) -> Self {
+        // Every block is aligned to the smallest.
+        let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
+        Self { len: layout.size(), align, caller: Location::caller() }
     }
 }
 
-impl Core {
-    pub(super) fn need(&self, len: usize, align: usize) -> Need {
-        let fit = size_class::class_of_aligned(len.max(1), align.min(PAGE));
-        Need { len, align, class: self.class_for(len, align), fit }
-    }
+/// What buffers are waited for from: a heap, or a share, which has two.
+pub(super) trait Source {
+    type Reach;
+    /// A place in each line that the request stands in.
+    type Turn;
 
-    /// Takes from the slabs, which have all that is free while somebody waits.
-    pub(super) fn take_now(&self, need: &Need) -> Option<Block> {
-        let mut got = None;
-        if need.class < CLASSES {
-            self.slabs.take(need.class, 1, |entry| got = Some((entry, need.class)));
-        }
-        // Where no slab can be cut any more, single pages may be left, or larger blocks.
-        got.or_else(|| self.slabs.take_span(need.len, need.align).map(|e| (e, SPAN_CLASS)))
-            .or_else(|| self.slabs.take_larger(need.fit, need.align))
-    }
+    /// The heap that is asked first, whose books explain a refusal.
+    fn core(&self) -> &Core;
 
-    /// Lets those who wait have what has come free: to be called, without any of the pool's locks, whenever
-    /// blocks have come to the slabs or memory to the pool.
-    pub(crate) fn wake_waiters(&self) {
-        if self.waiters.any() {
-            self.waiters.serve(|need| self.take_now(need));
-        }
-    }
+    /// Takes a buffer without waiting, but behind those who wait.
+    fn find(&self, request: Request) -> Option<Buf<Self::Reach>>;
 
-    /// An alloc that does not wait, while others do: it may pass them a bounded number of times.
-    #[cold]
-    pub(super) fn alloc_passing(&self, need: &Need) -> Passed<Block> {
-        self.waiters.pass(need, |need| self.take_now(need))
-    }
+    /// Gets in line.
+    fn enter(&self, request: Request, waker: &Waker) -> Self::Turn;
 
-    /// Gets in line, and everybody served who can be, this request too.
-    pub(super) fn enter_line(&self, need: Need, waker: Waker) -> Turn {
-        self.waited.lock().at(need.class).times += 1;
-        self.stand_in_line(need, waker)
-    }
+    /// The buffer that was assigned by now: the turn is then over, and ended for the books.
+    fn poll(
+        &self,
+        turn: &mut Self::Turn,
+        request: Request,
+        waker: &Waker,
+    ) -> Option<Buf<Self::Reach>>;
 
-    /// The same without counting it.
-    pub(super) fn stand_in_line(&self, need: Need, waker: Waker) -> Turn {
-        let (since, class) = (Instant::now(), need.class);
-        let entered = self.waiters.enter(need, waker);
-        if let Some(round) = entered.unsettled {
-            self.call_back();
-            self.waiters.settle(round);
-        }
-        self.wake_waiters();
-        if self.waiters.any() {
-            self.grower.refused(need.len);
-        }
-        Turn { ticket: entered.ticket, since, class }
-    }
+    /// Ends a turn, for the books: how long it stood.
+    fn end(&self, turn: &Self::Turn) -> Duration;
 
-    /// Ends a turn: for the books.
-    pub(super) fn end(&self, turn: &Turn) -> Duration {
-        let stood = turn.since.elapsed();
-        let mut waited = self.waited.lock();
-        let counts = waited.at(turn.class);
-        counts.time += stood;
-        counts.longest = counts.longest.max(stood);
-        stood
-    }
+    /// Leaves the line, after the end: with the buffer that was assigned by now, or with how many were ahead.
+    fn leave(&self, turn: Self::Turn, request: Request) -> Result<Buf<Self::Reach>, usize>;
 
-    /// Leaves the line: with the block, if one was assigned by now, or with how many were ahead.
-    pub(super) fn leave_line(&self, turn: &Turn) -> Result<Block, usize> {
-        let left = self.waiters.leave(turn.ticket);
-        // Those behind may have waited for this one alone.
-        self.wake_waiters();
-        left
-    }
-
-    /// Leaves the line and gives on what was assigned.
-    pub(super) fn abandon(&self, turn: &Turn) {
-        self.end(turn);
-        self.quit(turn);
-    }
-
-    /// The same for a turn that was not counted.
-    pub(super) fn quit(&self, turn: &Turn) {
-        if let Ok((entry, _)) = self.leave_line(turn) {
-            self.stir();
-            // The caller has a handle, so this is not the last block of a pool that ends.
-            let given = self.slabs.give(std::iter::once(entry.ptr));
-            debug_assert_eq!(given, Given::More);
-            self.wake_waiters();
-        }
-    }
+    /// Leaves the line, after the end, and gives on what was assigned.
+    fn quit(&self, turn: Self::Turn);
 }
 
-/// A place in the line.
-pub(super) struct Turn {
-    pub(super) ticket: u64,
-    since: Instant,
-    class: usize,
+/// Tries without waiting. An error is final: no wait can bring what was asked for.
+fn try_first<S: Source>(source: &S, request: Request) -> Result<Option<Buf<S::Reach>>, AllocError> {
+    let (core, Request { len, align, .. }) = (source.core(), request);
+    if core.foreign() || core.out_of_range(len, align).is_some() {
+        return Err(core.refusal(len, align));
+    }
+    Ok(source.find(request))
 }
 
-pub(super) struct Unpark(pub(super) thread::Thread);
+struct Unpark(thread::Thread);
 
 impl Wake for Unpark {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
+    }
+}
+
+/// Waits on this thread.
+#[cold]
+#[inline(never)]
+pub(super) fn wait<S: Source>(
+    source: &S,
+    request: Request,
+    timeout: Duration,
+) -> Result<Buf<S::Reach>, AllocError> {
+    // None is later than any clock here goes.
+    let deadline = Instant::now().checked_add(timeout);
+    if let Some(buf) = try_first(source, request)? {
+        return Ok(buf);
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut turn = source.enter(request, &waker);
+    loop {
+        if let Some(buf) = source.poll(&mut turn, request, &waker) {
+            return Ok(buf);
+        }
+        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        match left {
+            None => thread::park(),
+            Some(Duration::ZERO) => break,
+            Some(left) => thread::park_timeout(left),
+        }
+    }
+    let waited = source.end(&turn);
+    source.leave(turn, request).map_err(|ahead| {
+        let core = source.core();
+        let class = core.class_for(request.len, request.align);
+        AllocError::TimedOut { waited, ahead, books: core.refuse(request.len, class) }
+    })
+}
+
+/// A request that is polled for; what the futures are made of.
+pub(super) struct Waiting<'a, S: Source> {
+    source: &'a S,
+    request: Request,
+    /// Its place in line, once it has one.
+    turn: Option<S::Turn>,
+}
+
+impl<'a, S: Source> Waiting<'a, S> {
+    #[inline]
+    pub(super) fn new(source: &'a S, request: Request) -> Self {
+        Self { source, request, turn: None }
+    }
+
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Buf<S::Reach>, AllocError>> {
+        let Self { source, request, .. } = *self;
+        let core = source.core();
+        let turn = match &mut self.turn {
+            // In a forked child the line is a copy that nobody serves.
+            Some(_) if core.foreign() => {
+                return Poll::Ready(Err(core.refusal(request.len, request.align)));
+            }
+            Some(turn) => turn,
+            none => match try_first(source, request) {
+                Ok(Some(buf)) => return Poll::Ready(Ok(buf)),
+                Ok(None) => none.insert(source.enter(request, cx.waker())),
+                Err(e) => return Poll::Ready(Err(e)),
+            },
+        };
+        let Some(buf) = source.poll(turn, request, cx.waker()) else { return Poll::Pending };
+        self.turn = None;
+        Poll::Ready(Ok(buf))
+    }
+
+    pub(super) fn show(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(name)
+            .field("len", &self.request.len)
+            .field("in_line", &self.turn.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S: Source> Drop for Waiting<'_, S> {
+    fn drop(&mut self) {
+        if let Some(turn) = self.turn.take()
+            && !self.source.core().foreign()
+        {
+            self.source.end(&turn);
+            self.source.quit(turn);
+        }
+    }
+}
+
+/// The handle of a block of a heap that was assigned to who waited for it.
+pub(super) fn handed_out<R>(home: PoolRef, block: Block, request: Request) -> Buf<R> {
+    // SAFETY: a heap that the caller waited in, and so has a handle of.
+    unsafe { home.core.as_ref() }.hand_out(block, request.len, request.caller);
+    made(home, block, request.len)
+}
+
+/// The handle of a block that is out already.
+pub(super) fn made<R>(home: PoolRef, (entry, class): Block, len: usize) -> Buf<R> {
+    Buf::new(home, entry, len, Place::of(class))
+}
+
+impl<R> Source for Pool<R> {
+    type Reach = R;
+    type Turn = Turn;
+
+    fn core(&self) -> &Core {
+        self.core()
+    }
+
+    fn find(&self, Request { len, align, caller }: Request) -> Option<Buf<R>> {
+        if align == 1
+            && let Some(buf) = self.alloc_cached(len)
+        {
+            return Some(buf);
+        }
+        let core = self.core();
+        if core.waiters.any() {
+            return None;
+        }
+        core.alloc_slow_by(len, align, caller).map(|block| made(self.inner, block, len))
+    }
+
+    fn enter(&self, request: Request, waker: &Waker) -> Turn {
+        let core = self.core();
+        core.enter_line(core.need(request.len, request.align), waker.clone())
+    }
+
+    fn poll(&self, turn: &mut Turn, request: Request, waker: &Waker) -> Option<Buf<R>> {
+        let block = self.core().waiters.poll(turn.ticket, waker)?;
+        self.core().end(turn);
+        Some(handed_out(self.inner, block, request))
+    }
+
+    fn end(&self, turn: &Turn) -> Duration {
+        self.core().end(turn)
+    }
+
+    fn leave(&self, turn: Turn, request: Request) -> Result<Buf<R>, usize> {
+        self.core().leave_line(&turn).map(|block| handed_out(self.inner, block, request))
+    }
+
+    fn quit(&self, turn: Turn) {
+        self.core().quit(&turn);
     }
 }
 
@@ -187,7 +266,7 @@ impl<R> Pool<R> {
     pub fn alloc_wait(&self, len: usize, timeout: Duration) -> Result<Buf<R>, AllocError> {
         match self.alloc_cached(len) {
             Some(buf) => Ok(buf),
-            None => self.wait(len, 1, timeout, Location::caller()),
+            None => wait(self, Request::of_len(len), timeout),
         }
     }
 
@@ -198,11 +277,10 @@ impl<R> Pool<R> {
     #[track_caller]
     pub fn alloc_layout_wait(
         &self,
-        layout: std::alloc::Layout,
+        layout: Layout,
         timeout: Duration,
     ) -> Result<Buf<R>, AllocError> {
-        let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        self.wait(layout.size(), align, timeout, Location::caller())
+        wait(self, Request::of_layout(layout), timeout)
     }
 
     /// Allocates a buffer of `len` bytes as a future, on any runtime: it resolves when there is one. In the
@@ -228,15 +306,13 @@ impl<R> Pool<R> {
     #[inline]
     #[track_caller]
     pub fn alloc_async(&self, len: usize) -> AllocFuture<'_, R> {
-        AllocFuture { pool: self, len, align: 1, turn: None, caller: Location::caller() }
+        AllocFuture(Waiting::new(self, Request::of_len(len)))
     }
 
     /// As [`alloc_async`](Pool::alloc_async), for a layout.
     #[track_caller]
-    pub fn alloc_layout_async(&self, layout: std::alloc::Layout) -> AllocFuture<'_, R> {
-        let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
-        let caller = Location::caller();
-        AllocFuture { pool: self, len: layout.size(), align, turn: None, caller }
+    pub fn alloc_layout_async(&self, layout: Layout) -> AllocFuture<'_, R> {
+        AllocFuture(Waiting::new(self, Request::of_layout(layout)))
     }
 
     /// From this thread's cache alone. It has nothing while others wait.
@@ -250,132 +326,22 @@ impl<R> Pool<R> {
         let entry = unsafe { &*gate_at(self.inner.slot_offset) }.pop(place)?;
         Some(Buf::new(self.inner, entry, len, place))
     }
-
-    fn buf(&self, block: Block, len: usize, caller: Caller) -> Buf<R> {
-        self.core().hand_out(block, len, caller);
-        self.made(block, len)
-    }
-
-    fn made(&self, (entry, class): Block, len: usize) -> Buf<R> {
-        Buf::new(self.inner, entry, len, Place::of(class))
-    }
-
-    /// Tries without waiting, but behind those who wait. An error is final.
-    fn try_first(
-        &self,
-        len: usize,
-        align: usize,
-        caller: Caller,
-    ) -> Result<Option<Buf<R>>, AllocError> {
-        let core = self.core();
-        if core.foreign() || core.out_of_range(len, align).is_some() {
-            return Err(core.refusal(len, align));
-        }
-        if core.waiters.any() {
-            return Ok(None);
-        }
-        Ok(core.alloc_slow_by(len, align, caller).map(|block| self.made(block, len)))
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn wait(
-        &self,
-        len: usize,
-        align: usize,
-        timeout: Duration,
-        caller: Caller,
-    ) -> Result<Buf<R>, AllocError> {
-        // None is later than any clock here goes.
-        let deadline = Instant::now().checked_add(timeout);
-        if let Some(buf) = self.try_first(len, align, caller)? {
-            return Ok(buf);
-        }
-        let core = self.core();
-        let waker = Waker::from(Arc::new(Unpark(thread::current())));
-        let turn = core.enter_line(core.need(len, align), waker.clone());
-        loop {
-            if let Some(block) = core.waiters.poll(turn.ticket, &waker) {
-                core.end(&turn);
-                return Ok(self.buf(block, len, caller));
-            }
-            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-            match left {
-                None => thread::park(),
-                Some(Duration::ZERO) => break,
-                Some(left) => thread::park_timeout(left),
-            }
-        }
-        let waited = core.end(&turn);
-        match core.leave_line(&turn) {
-            Ok(block) => Ok(self.buf(block, len, caller)),
-            Err(ahead) => {
-                let class = core.class_for(len, align);
-                Err(AllocError::TimedOut { waited, ahead, books: core.refuse(len, class) })
-            }
-        }
-    }
 }
 
 /// A buffer to come: see [`Pool::alloc_async`].
 #[must_use = "futures do nothing unless polled"]
-pub struct AllocFuture<'a, R = Any> {
-    pool: &'a Pool<R>,
-    len: usize,
-    align: usize,
-    /// Its place in the line, once it has one.
-    turn: Option<Turn>,
-    caller: Caller,
-}
+pub struct AllocFuture<'a, R = Any>(Waiting<'a, Pool<R>>);
 
 impl<R> Future for AllocFuture<'_, R> {
     type Output = Result<Buf<R>, AllocError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.get_mut();
-        let Self { pool, len, align, caller, .. } = *this;
-        let core = pool.core();
-        let turn = match &mut this.turn {
-            // In a forked child the line is a copy that nobody serves.
-            Some(_) if core.foreign() => return Poll::Ready(Err(core.refusal(len, align))),
-            Some(turn) => turn,
-            none => {
-                if align == 1
-                    && let Some(buf) = pool.alloc_cached(len)
-                {
-                    return Poll::Ready(Ok(buf));
-                }
-                match pool.try_first(len, align, caller) {
-                    Ok(Some(buf)) => return Poll::Ready(Ok(buf)),
-                    Ok(None) => {}
-                    Err(e) => return Poll::Ready(Err(e)),
-                }
-                none.insert(core.enter_line(core.need(len, align), cx.waker().clone()))
-            }
-        };
-        let Some(block) = core.waiters.poll(turn.ticket, cx.waker()) else { return Poll::Pending };
-        core.end(turn);
-        this.turn = None;
-        Poll::Ready(Ok(pool.buf(block, len, caller)))
-    }
-}
-
-impl<R> Drop for AllocFuture<'_, R> {
-    fn drop(&mut self) {
-        let core = self.pool.core();
-        if let Some(turn) = self.turn.take()
-            && !core.foreign()
-        {
-            core.abandon(&turn);
-        }
+        self.get_mut().0.poll(cx)
     }
 }
 
 impl<R> fmt::Debug for AllocFuture<'_, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AllocFuture")
-            .field("len", &self.len)
-            .field("in_line", &self.turn.is_some())
-            .finish_non_exhaustive()
+        self.0.show("AllocFuture", f)
     }
 }

@@ -5,7 +5,7 @@ use std::{
     ffi::{CStr, CString, c_char, c_int},
     fmt::Display,
     panic::{AssertUnwindSafe, catch_unwind},
-    ptr,
+    ptr::{self, NonNull},
 };
 
 use crate::error::{AllocError, BuildError, CloseError, DeviceError, FreeError, TokenError};
@@ -96,6 +96,25 @@ pub(super) fn guarded(f: impl FnOnce() -> c_int) -> c_int {
             fail(PINPOOL_INTERNAL, "pinpool panicked; stderr has the message")
         }
     }
+}
+
+/// As [`guarded`], for what stops at the first code that is not [`PINPOOL_OK`].
+#[inline(always)]
+pub(super) fn answered(f: impl FnOnce() -> Result<(), c_int>) -> c_int {
+    guarded(|| match f() {
+        Ok(()) => PINPOOL_OK as c_int,
+        Err(code) => code,
+    })
+}
+
+/// A place that the caller has for an answer.
+pub(super) fn place<T>(at: *mut T, what: &'static str) -> Result<NonNull<T>, c_int> {
+    NonNull::new(at).ok_or_else(|| null(what))
+}
+
+#[cold]
+pub(super) fn forked() -> c_int {
+    fail(PINPOOL_FORKED, "this process is a forked child: the pool is its parent's")
 }
 
 pub(super) fn code_of_build(e: &BuildError) -> pinpool_status {

@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 
 use super::{
     fail::{
-        PINPOOL_CLOSED, PINPOOL_FORKED, PINPOOL_LIVE, PINPOOL_OK, code_of_build, code_of_close,
-        fail, guarded, null,
+        PINPOOL_CLOSED, PINPOOL_LIVE, PINPOOL_OK, code_of_build, code_of_close, fail, forked,
+        guarded, null,
     },
     options::{Wanted, pinpool_options_t},
     share::pinpool_share_t,
@@ -183,8 +183,7 @@ pub unsafe extern "C" fn pinpool_close(pool: *mut pinpool_t) -> c_int {
             Err(code) => return code,
         };
         if inner.is_foreign() {
-            let text = "this process is a forked child: the pool is its parent's";
-            return fail(PINPOOL_FORKED, text);
+            return forked();
         }
         let stats = inner.stats();
         if stats.live_buffers > 0 {

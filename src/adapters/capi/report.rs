@@ -2,11 +2,12 @@
 
 use std::{
     ffi::{c_char, c_int},
-    ptr,
+    ptr::{self, NonNull},
+    time::Duration,
 };
 
 use super::{
-    fail::{PINPOOL_INVALID, PINPOOL_OK, PINPOOL_TRUNCATED, code_of_build, fail, guarded, null},
+    fail::{PINPOOL_INVALID, PINPOOL_TRUNCATED, answered, code_of_build, fail, null, place},
     options::{Wanted, pinpool_options_t},
     pool::pinpool_t,
 };
@@ -69,27 +70,14 @@ pub unsafe extern "C" fn pinpool_stats(
     pool: *const pinpool_t,
     stats: *mut pinpool_stats_t,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if stats.is_null() {
-            return null("the place for the books");
-        }
-        let known = size_of::<pinpool_stats_t>();
-        // SAFETY: not null (contract); every version of the struct begins with its size.
-        let size = unsafe { (*stats).size };
-        if size != known {
-            return fail(
-                PINPOOL_INVALID,
-                format_args!("stats.size is {size}, this library knows {known}"),
-            );
-        }
+        let pool = unsafe { pinpool_t::get(pool) }?;
+        // SAFETY: passed on.
+        let stats = unsafe { place_for_books(stats) }?;
         let s = pool.stats();
         let found = pinpool_stats_t {
-            size,
+            size: size_of::<pinpool_stats_t>(),
             capacity: s.capacity,
             live: s.live,
             cached: s.cached,
@@ -106,15 +94,35 @@ pub unsafe extern "C" fn pinpool_stats(
             in_flight: s.in_flight,
             waiting: s.waiting,
             waits: s.waits,
-            wait_time_ns: u64::try_from(s.wait_time.as_nanos()).unwrap_or(u64::MAX),
+            wait_time_ns: nanos(s.wait_time),
             written_after_free: s.guards.written_after_free,
             written_beyond_end: s.guards.written_beyond_end,
             quarantined: s.guards.quarantined,
         };
         // SAFETY: not null, and of this version, by its size.
         unsafe { stats.write(found) };
-        PINPOOL_OK as c_int
+        Ok(())
     })
+}
+
+/// A struct of the caller's for books, of the version that this library knows.
+///
+/// # Safety
+/// `stats` is null or points to a struct that begins with its size, which is set.
+pub(super) unsafe fn place_for_books<T>(stats: *mut T) -> Result<NonNull<T>, c_int> {
+    let stats = place(stats, "the place for the books")?;
+    let known = size_of::<T>();
+    // SAFETY: not null, and every version of the struct begins with its size (contract).
+    let size = unsafe { stats.cast::<usize>().read() };
+    if size == known {
+        return Ok(stats);
+    }
+    Err(fail(PINPOOL_INVALID, format_args!("stats.size is {size}, this library knows {known}")))
+}
+
+/// A time as C has it.
+pub(super) fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Looks the machine over for the pool that `options` describe, without building it, and writes a text for
@@ -134,19 +142,13 @@ pub unsafe extern "C" fn pinpool_doctor(
     needed: *mut usize,
     fit: *mut c_int,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         if text.is_null() && room > 0 {
-            return null("the place for the text");
+            return Err(null("the place for the text"));
         }
         // SAFETY: passed on.
-        let wanted = match unsafe { Wanted::read(options) } {
-            Ok(wanted) => wanted,
-            Err(code) => return code,
-        };
-        let report = match doctor(&wanted.doctor_options()) {
-            Ok(report) => report,
-            Err(e) => return fail(code_of_build(&e), e),
-        };
+        let wanted = unsafe { Wanted::read(options) }?;
+        let report = doctor(&wanted.doctor_options()).map_err(|e| fail(code_of_build(&e), e))?;
         if !fit.is_null() {
             // SAFETY: not null, and so a number of the caller's (contract).
             unsafe { fit.write(c_int::from(report.is_fit())) };
@@ -165,7 +167,7 @@ pub(super) unsafe fn write_text(
     text: *mut c_char,
     room: usize,
     needed: *mut usize,
-) -> c_int {
+) -> Result<(), c_int> {
     let all = found.len() + 1;
     if !needed.is_null() {
         // SAFETY: not null, and so a number of the caller's (contract).
@@ -181,9 +183,9 @@ pub(super) unsafe fn write_text(
     }
     if all > room {
         let message = format_args!("the text takes {all} bytes, there is room for {room}");
-        return fail(PINPOOL_TRUNCATED, message);
+        return Err(fail(PINPOOL_TRUNCATED, message));
     }
-    PINPOOL_OK as c_int
+    Ok(())
 }
 
 impl Wanted {

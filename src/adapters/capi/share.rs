@@ -7,8 +7,9 @@ use std::{
 
 use super::{
     buffer::{hand_over, pinpool_buf_t, timeout_of},
-    fail::{PINPOOL_INVALID, PINPOOL_OK, fail, guarded, null, text as text_of},
+    fail::{PINPOOL_INVALID, answered, fail, null, place, text as text_of},
     pool::{Opened, pinpool_t},
+    report::{nanos, place_for_books},
 };
 use crate::pool::Share;
 
@@ -79,39 +80,28 @@ pub unsafe extern "C" fn pinpool_share(
     name: *const c_char,
     share: *mut *const pinpool_share_t,
 ) -> c_int {
-    guarded(|| {
-        if share.is_null() {
-            return null("the place for the share");
-        }
+    answered(|| {
+        let share = place(share, "the place for the share")?;
         // SAFETY: not null, and so a place of the caller's (contract).
         unsafe { share.write(ptr::null()) };
         // SAFETY: passed on.
-        let opened = match unsafe { pinpool_t::opened(pool) } {
-            Ok(opened) => opened,
-            Err(code) => return code,
-        };
+        let opened = unsafe { pinpool_t::opened(pool) }?;
         if name.is_null() {
-            return null("the share's name");
+            return Err(null("the share's name"));
         }
         // SAFETY: not null, and so a string (contract).
         let name = unsafe { CStr::from_ptr(name) };
-        match opened.shares.iter().position(|s| s.name().as_bytes() == name.to_bytes()) {
-            Some(index) => {
-                // SAFETY: `opened` says that it is a handle, and handles are never freed.
-                let found = unsafe { &*pool }.share(index);
-                // SAFETY: as above.
-                unsafe { share.write(found) };
-                PINPOOL_OK as c_int
-            }
-            None => {
-                let present: Vec<_> = opened.shares.iter().map(Share::name).collect();
-                let present = present.join(", ");
-                fail(
-                    PINPOOL_INVALID,
-                    format_args!("there is no share {name:?}; there are: {present}"),
-                )
-            }
-        }
+        let of_that_name = |s: &Share| s.name().as_bytes() == name.to_bytes();
+        let index = opened.shares.iter().position(of_that_name).ok_or_else(|| {
+            let present: Vec<_> = opened.shares.iter().map(Share::name).collect();
+            let present = present.join(", ");
+            fail(PINPOOL_INVALID, format_args!("there is no share {name:?}; there are: {present}"))
+        })?;
+        // SAFETY: `opened` says that it is a handle, and handles are never freed.
+        let found = unsafe { &*pool }.share(index);
+        // SAFETY: as above.
+        unsafe { share.write(found) };
+        Ok(())
     })
 }
 
@@ -185,30 +175,17 @@ pub unsafe extern "C" fn pinpool_share_stats(
     share: *const pinpool_share_t,
     stats: *mut pinpool_share_stats_t,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let (opened, share) = match unsafe { pinpool_share_t::get(share) } {
-            Ok(found) => found,
-            Err(code) => return code,
-        };
-        if stats.is_null() {
-            return null("the place for the books");
-        }
-        let known = size_of::<pinpool_share_stats_t>();
-        // SAFETY: not null (contract); every version of the struct begins with its size.
-        let size = unsafe { (*stats).size };
-        if size != known {
-            return fail(
-                PINPOOL_INVALID,
-                format_args!("stats.size is {size}, this library knows {known}"),
-            );
-        }
+        let (opened, share) = unsafe { pinpool_share_t::get(share) }?;
+        // SAFETY: passed on.
+        let stats = unsafe { place_for_books(stats) }?;
         let all = opened.pool.stats();
-        let Some(s) = all.shares.iter().find(|s| s.name == share.name()) else {
-            return fail(PINPOOL_INVALID, format_args!("share {:?} has no books", share.name()));
-        };
+        let s = all.shares.iter().find(|s| s.name == share.name()).ok_or_else(|| {
+            fail(PINPOOL_INVALID, format_args!("share {:?} has no books", share.name()))
+        })?;
         let found = pinpool_share_stats_t {
-            size,
+            size: size_of::<pinpool_share_stats_t>(),
             reserved: s.reserve.capacity,
             live: s.reserve.live,
             live_buffers: s.reserve.live_buffers,
@@ -216,10 +193,10 @@ pub unsafe extern "C" fn pinpool_share_stats(
             refused: s.refused,
             waiting: s.waiting,
             waits: s.waits,
-            wait_time_ns: u64::try_from(s.wait_time.as_nanos()).unwrap_or(u64::MAX),
+            wait_time_ns: nanos(s.wait_time),
         };
         // SAFETY: not null, and of this version, by its size.
         unsafe { stats.write(found) };
-        PINPOOL_OK as c_int
+        Ok(())
     })
 }

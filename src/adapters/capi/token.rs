@@ -1,12 +1,31 @@
 //! Buffers as 64 bits, for a work request's `wr_id`.
 
-use std::ffi::{c_int, c_void};
+use std::{
+    ffi::{c_int, c_void},
+    ptr::NonNull,
+};
 
 use super::{
     buffer::{give, pinpool_buf_t, take},
-    fail::{PINPOOL_FORKED, PINPOOL_OK, code_of_token, fail, guarded, null},
+    fail::{answered, code_of_token, fail, forked, place},
     pool::pinpool_t,
 };
+use crate::pool::Pool;
+
+/// The pool, and the place for what its call answers, once both are there and usable.
+///
+/// # Safety
+/// `pool` is null or came from `pinpool_open`.
+unsafe fn checked<'a, T>(
+    pool: *const pinpool_t,
+    at: *mut T,
+    what: &'static str,
+) -> Result<(&'a Pool, NonNull<T>), c_int> {
+    // SAFETY: passed on.
+    let pool = unsafe { pinpool_t::get(pool) }?;
+    let at = place(at, what)?;
+    if pool.core().foreign() { Err(forked()) } else { Ok((pool, at)) }
+}
 
 /// Gives a buffer up for a token, to ride in a work request's `wr_id`, and writes it to `*token`. Until
 /// `pinpool_from_token` takes it back, the buffer is out and nobody gets it; `pinpool_free` refuses its
@@ -23,26 +42,13 @@ pub unsafe extern "C" fn pinpool_into_token(
     addr: *mut c_void,
     token: *mut u64,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if token.is_null() {
-            return null("the place for the token");
-        }
-        if pool.core().foreign() {
-            return forked();
-        }
-        match take(pool, addr) {
-            Ok(buf) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { token.write(buf.into_token()) };
-                PINPOOL_OK as c_int
-            }
-            Err(code) => code,
-        }
+        let (pool, token) = unsafe { checked(pool, token, "the place for the token") }?;
+        let buf = take(pool, addr)?;
+        // SAFETY: not null, and so a place of the caller's (contract).
+        unsafe { token.write(buf.into_token()) };
+        Ok(())
     })
 }
 
@@ -61,30 +67,12 @@ pub unsafe extern "C" fn pinpool_from_token(
     token: u64,
     buf: *mut pinpool_buf_t,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if buf.is_null() {
-            return null("the place for the buffer");
-        }
-        if pool.core().foreign() {
-            return forked();
-        }
-        match pool.from_any_token(token) {
-            Ok(got) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { buf.write(give(got)) };
-                PINPOOL_OK as c_int
-            }
-            Err(e) => fail(code_of_token(&e), e),
-        }
+        let (pool, buf) = unsafe { checked(pool, buf, "the place for the buffer") }?;
+        let got = pool.from_any_token(token).map_err(|e| fail(code_of_token(&e), e))?;
+        // SAFETY: not null, and so a place of the caller's (contract).
+        unsafe { buf.write(give(got)) };
+        Ok(())
     })
-}
-
-#[cold]
-fn forked() -> c_int {
-    fail(PINPOOL_FORKED, "this process is a forked child: the pool is its parent's")
 }

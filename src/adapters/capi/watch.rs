@@ -3,7 +3,7 @@
 use std::ffi::{CString, c_char, c_int, c_void};
 
 use super::{
-    fail::{PINPOOL_INVALID, PINPOOL_OK, fail, guarded, null},
+    fail::{PINPOOL_INVALID, answered, fail, null},
     options::pinpool_options_t,
     pool::pinpool_t,
     report::write_text,
@@ -89,18 +89,15 @@ impl Watching {
 /// `pool` is null or came from `pinpool_open`, `damaged` is null or points to a number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pinpool_check_free(pool: *const pinpool_t, damaged: *mut usize) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
+        let pool = unsafe { pinpool_t::get(pool) }?;
         if damaged.is_null() {
-            return null("the place for the number");
+            return Err(null("the place for the number"));
         }
         // SAFETY: not null, and so a number of the caller's (contract).
         unsafe { damaged.write(pool.check_free()) };
-        PINPOOL_OK as c_int
+        Ok(())
     })
 }
 
@@ -120,14 +117,11 @@ pub unsafe extern "C" fn pinpool_outstanding(
     room: usize,
     needed: *mut usize,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
+        let pool = unsafe { pinpool_t::get(pool) }?;
         if text.is_null() && room > 0 {
-            return null("the place for the text");
+            return Err(null("the place for the text"));
         }
         // SAFETY: `text` has `room` bytes, `needed` is null or a number (contract).
         unsafe { write_text(&pool.outstanding().to_string(), text, room, needed) }

@@ -73,6 +73,11 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
+    /// Something failed underway, for this reason.
+    pub(crate) fn of(reason: impl ToString) -> Self {
+        Self::Failed(reason.to_string())
+    }
+
     /// Says it on stderr and gives the exit code.
     pub(crate) fn report(&self) -> ExitCode {
         say(self.text());

@@ -16,10 +16,28 @@ use pinpool::{
     device::{DeviceInfo, MrHandle, MrRequest, Registrar, Registration},
 };
 
-use crate::cli::{Failure, show_bytes};
+use crate::cli::{Failure, parse_bytes, show_bytes};
 
 /// Buffers are whole multiples of this.
 pub(crate) const GRANULE: usize = 4 << 10;
+
+/// Reads a size from the command line, in whole granules up to `largest`.
+pub(crate) fn parse_granules(text: &str, largest: usize) -> Result<usize, String> {
+    let size = parse_bytes(text)?;
+    if !(GRANULE..=largest).contains(&size) || !size.is_multiple_of(GRANULE) {
+        let (least, most) = (show_bytes(GRANULE), show_bytes(largest));
+        return Err(format!("sizes go from {least} to {most}, in whole {least}"));
+    }
+    Ok(size)
+}
+
+/// The sizes that were asked for, smallest first, each once.
+pub(crate) fn in_order(sizes: &[usize]) -> Vec<usize> {
+    let mut sizes = sizes.to_vec();
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
 
 /// The pages that a bench asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -57,6 +75,11 @@ impl NoThp {
         nix::sys::prctl::set_thp_disable(true)
             .map_err(|e| Failure::Failed(format!("turning transparent hugepages off: {e}")))?;
         Ok(Self { before })
+    }
+
+    /// Turns them off if pages are to be small.
+    pub(crate) fn for_pages(pages: Pages) -> Result<Option<Self>, Failure> {
+        (pages == Pages::Base).then(Self::new).transpose()
     }
 }
 

@@ -15,9 +15,10 @@ use serde_json::{Value, json};
 use super::{
     Bench, Report,
     device::PageChoice,
+    facts::Subject,
     figures::{Axis, Panel, Point, Unit},
     interrupted,
-    report::{self, Environment, Progress, Summary, Table, show_count, show_ns},
+    report::{self, Progress, Summary, Table, show_count, show_ns},
 };
 use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
@@ -428,7 +429,6 @@ fn measure(job: &Job, args: &Args) -> Result<Vec<Row>, Failure> {
 }
 
 fn object(job: &Job, args: &Args, rows: &[Row]) -> Result<Value, Failure> {
-    let (info, env) = (args.device.open()?.info(), Environment::read());
     let hundredths = |n: f64| (n * 100.0).round() / 100.0;
     let row = |r: &Row| {
         json!({
@@ -441,20 +441,15 @@ fn object(job: &Job, args: &Args, rows: &[Row]) -> Result<Value, Failure> {
             "ms_a_growth": hundredths(growth_ms(r)),
         })
     };
-    Ok(json!({
-        "bench": "growth",
-        "device": info.name,
-        "transport": info.transport,
-        "kernel": env.kernel,
-        "cpu": env.cpu,
-        "cpus": env.cpus,
+    let own = json!({
         "reps": job.reps,
         "capacity": job.capacity,
         "max_capacity": job.max_capacity,
         "arena": job.arena,
         "clock_ns": report::clock_cost().as_nanos() as u64,
         "rows": rows.iter().map(row).collect::<Vec<_>>(),
-    }))
+    });
+    Ok(Subject::of(&args.device.open()?).object("growth", own))
 }
 
 fn growth_ms(row: &Row) -> f64 {
@@ -464,7 +459,6 @@ fn growth_ms(row: &Row) -> f64 {
 }
 
 fn table(job: &Job, args: &Args, rows: &[Row]) -> Result<String, Failure> {
-    let (info, env) = (args.device.open()?.info(), Environment::read());
     let mut table = Table::new(&[
         "\nthreads",
         "quiet\np99.9",
@@ -484,13 +478,9 @@ fn table(job: &Job, args: &Args, rows: &[Row]) -> Result<String, Failure> {
         ]);
     }
     Ok(format!(
-        "device  {} ({})\nkernel  {}\ncpu     {} × {}\npool    {} growing to {} by {}\n\n{table}\n\
+        "{}\npool    {} growing to {} by {}\n\n{table}\n\
          medians of {}; of each time, about {} is reading the clock",
-        info.name,
-        info.transport,
-        env.kernel,
-        env.cpus,
-        env.cpu,
+        Subject::of(&args.device.open()?),
         show_bytes(job.capacity),
         show_bytes(job.max_capacity),
         show_bytes(job.arena),

@@ -7,10 +7,11 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Bench, Report,
-    device::{NoThp, PageChoice},
+    device::{NoThp, PageChoice, in_order},
+    facts::Subject,
     figures::{Axis, Panel, Point, Unit},
     interrupted,
-    report::{self, Environment, Progress, Summary, Table},
+    report::{self, Progress, Summary, Table},
 };
 use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
@@ -57,10 +58,6 @@ fn parse_size(text: &str) -> Result<usize, String> {
     Ok(size)
 }
 
-fn failed(e: impl ToString) -> Failure {
-    Failure::Failed(e.to_string())
-}
-
 /// What is compared, the pool without guards first.
 fn sides() -> [(&'static str, Guards, Track); 7] {
     let (none, off) = (Guards::new(), Track::every(0));
@@ -103,11 +100,9 @@ impl Bench for GuardCosts {
     fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
         let device = args.device.open()?;
         let pages = args.pages.pages();
-        let _no_thp = (pages == Pages::Base).then(NoThp::new).transpose()?;
+        let _no_thp = NoThp::for_pages(pages)?;
         let samples = args.samples.unwrap_or(if quick { 50 } else { 300 });
-        let mut sizes = args.sizes.clone();
-        sizes.sort_unstable();
-        sizes.dedup();
+        let sizes = in_order(&args.sizes);
         prove(&device, pages)?;
         let build = |(_, guards, track)| build(&device, pages, guards, track);
         let pools = sides().into_iter().map(build).collect::<Result<Vec<_>, _>>()?;
@@ -138,14 +133,14 @@ impl Bench for GuardCosts {
 
 fn build(device: &Device, pages: Pages, guards: Guards, track: Track) -> Result<Pool, Failure> {
     let builder = Pool::builder().device(device.clone()).capacity(CAPACITY).pages(pages);
-    builder.guards(guards).track(track).build().map_err(failed)
+    builder.guards(guards).track(track).build().map_err(Failure::of)
 }
 
 /// Has a guard find what it is there for.
 fn prove(device: &Device, pages: Pages) -> Result<(), Failure> {
     let [.., (_, guards, track)] = sides();
     let pool = build(device, pages, guards, track)?;
-    let mut buf = pool.alloc(1000).map_err(failed)?;
+    let mut buf = pool.alloc(1000).map_err(Failure::of)?;
     let first = buf.as_mut_ptr();
     // SAFETY: inside the block, which is of 1 KiB and lies in the pool's arena; it is the canary that is overwritten.
     unsafe { first.add(1000).write_volatile(1) };
@@ -153,7 +148,7 @@ fn prove(device: &Device, pages: Pages) -> Result<(), Failure> {
     // SAFETY: mapped as long as the pool is, and nobody's: this thread is the only one with the pool.
     unsafe { first.write_volatile(1) };
     if pool.check_free() != 1 || pool.stats().guards.written_beyond_end != 1 {
-        return Err(failed("a guard did not find what was written where nobody should"));
+        return Err(Failure::of("a guard did not find what was written where nobody should"));
     }
     Ok(())
 }
@@ -172,7 +167,7 @@ fn measure(
         for (pool, samples) in pools.iter().zip(&mut row.samples) {
             let start = Instant::now();
             for _ in 0..RUN {
-                let mut buf = pool.alloc(bytes).map_err(failed)?;
+                let mut buf = pool.alloc(bytes).map_err(Failure::of)?;
                 buf[0] = 1;
             }
             let took = start.elapsed().as_nanos() as f64 / f64::from(RUN);
@@ -214,30 +209,19 @@ impl Row {
 }
 
 fn report(device: &Device, pool: &Pool, rows: &[Row]) -> Report {
-    let (info, environment) = (device.info(), Environment::read());
+    let subject = Subject::of(device);
     let page_size = pool.arenas()[0].page_size;
-    let object = json!({
-        "bench": "guards",
-        "device": info.name,
-        "transport": info.transport,
-        "kernel": environment.kernel,
+    let own = json!({
         "page_size": page_size,
         "quarantine": QUARANTINE,
         "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
-        "cpu": environment.cpu,
-        "cpus": environment.cpus,
     });
     let heads = ["size", "off", "poison", "canary", "quarantine", "zero on\nfree", "track", "all"];
     let mut table = Table::new(&heads);
     rows.iter().for_each(|row| table.row(row.cells()));
     let text = format!(
-        "{} ({}), kernel {}, {} x {}, pages of {}\na pair, and how many times that of a pool without guards\n\n{table}",
-        info.name,
-        info.transport,
-        environment.kernel,
-        environment.cpus,
-        environment.cpu,
+        "{subject}\npages   {}\n\n{table}\na pair, and how many times that of a pool without guards",
         show_bytes(page_size),
     );
-    Report { object, text, failures: Vec::new() }
+    Report { object: subject.object("guards", own), text, failures: Vec::new() }
 }

@@ -8,17 +8,18 @@ use std::{
 
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 use pinpool::loopback::Pair;
-use pinpool::{Access, Buf, Device, LeaseQp, Pages, Pool, device::MrRequest};
+use pinpool::{Access, Buf, Device, LeaseQp, Pool, device::MrRequest};
 use serde_json::{Value, json};
 
 use super::{
     Bench, Report,
-    device::{GRANULE, NoThp, PageChoice, registrar},
+    device::{GRANULE, NoThp, PageChoice, in_order, parse_granules, registrar},
+    facts::Subject,
     figures::{Axis, Panel, Point, Unit},
     interrupted,
-    report::{self, Environment, Progress, Summary, Table},
+    report::{self, Progress, Summary, Table},
 };
-use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
+use crate::cli::{DeviceArgs, Failure, show_bytes};
 
 /// Compare leasing a buffer of a pool with registering it.
 #[derive(clap::Args)]
@@ -59,12 +60,7 @@ const RUN: usize = 20;
 const RIGHTS: Access = Access::REMOTE_WRITE;
 
 fn parse_size(text: &str) -> Result<usize, String> {
-    let size = parse_bytes(text)?;
-    if !(GRANULE..=LARGEST).contains(&size) || !size.is_multiple_of(GRANULE) {
-        let (least, most) = (show_bytes(GRANULE), show_bytes(LARGEST));
-        return Err(format!("sizes go from {least} to {most}, in whole {least}"));
-    }
-    Ok(size)
+    parse_granules(text, LARGEST)
 }
 
 /// What the peer comes through.
@@ -94,10 +90,6 @@ struct Row {
     register: Vec<f64>,
 }
 
-fn failed(e: impl ToString) -> Failure {
-    Failure::Failed(e.to_string())
-}
-
 /// The bench.
 pub(crate) struct Leases;
 
@@ -115,9 +107,7 @@ impl Bench for Leases {
     fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
         let mut run = Run::start(args)?;
         let samples = args.samples.unwrap_or(if quick { 100 } else { 500 });
-        let mut sizes = args.sizes.clone();
-        sizes.sort_unstable();
-        sizes.dedup();
+        let sizes = in_order(&args.sizes);
         let mut progress = Progress::new(sizes.len());
         let mut rows = Vec::new();
         for bytes in sizes {
@@ -154,7 +144,7 @@ impl Run {
     fn start(args: &Args) -> Result<Self, Failure> {
         let device = args.device.open()?;
         let pages = args.pages.pages();
-        let no_thp = (pages == Pages::Base).then(NoThp::new).transpose()?;
+        let no_thp = NoThp::for_pages(pages)?;
         let largest = args.sizes.iter().copied().max().unwrap_or(GRANULE);
         // The buffer, the next one, and a page to write from.
         let capacity = (2 * largest + (2 << 20)).next_multiple_of(2 << 20);
@@ -165,7 +155,7 @@ impl Run {
             .arena_size(capacity.next_power_of_two())
             .pages(pages)
             .build()
-            .map_err(failed)?;
+            .map_err(Failure::of)?;
         let (peer, qp) = connect(&device)?;
         Ok(Self { qp, peer, pool, device, clock: report::clock_cost(), _no_thp: no_thp })
     }
@@ -175,20 +165,13 @@ impl Run {
         let page_size = self.pool.arenas()[0].page_size;
         let support = self.qp.support().to_string();
         let stats = self.qp.stats();
-        let info = self.device.info();
-        let environment = Environment::read();
-        let object = json!({
-            "bench": "lease",
-            "device": info.name,
-            "transport": info.transport,
-            "kernel": environment.kernel,
+        let subject = Subject::of(&self.device);
+        let own = json!({
             "page_size": page_size,
             "rows": rows.iter().map(Row::json).collect::<Vec<_>>(),
             "windows": stats.windows,
             "leases": stats.leased,
             "support": support,
-            "cpu": environment.cpu,
-            "cpus": environment.cpus,
         });
         let mut table = Table::new(&[
             "size",
@@ -199,26 +182,21 @@ impl Run {
         ]);
         rows.iter().for_each(|row| table.row(row.cells()));
         let text = format!(
-            "{} ({}), kernel {}, {} x {}, pages of {}\nwindows: {support}; {} of them served {} leases\n\n{table}",
-            info.name,
-            info.transport,
-            environment.kernel,
-            environment.cpus,
-            environment.cpu,
+            "{subject}\npages   {}\nwindows {support}; {} of them served {} leases\n\n{table}",
             show_bytes(page_size),
             stats.windows,
             stats.leased,
         );
-        Report { object, text, failures: Vec::new() }
+        Report { object: subject.object("lease", own), text, failures: Vec::new() }
     }
 
     /// Measures one size, until it has its samples or the user wants no more.
     fn row(&mut self, bytes: usize, samples: usize, progress: &Progress) -> Result<Row, Failure> {
         let mut row = Row { bytes, ..Row::default() };
-        let mut buf = self.pool.alloc(bytes).map_err(failed)?;
-        let mut other = self.pool.alloc(bytes).map_err(failed)?;
+        let mut buf = self.pool.alloc(bytes).map_err(Failure::of)?;
+        let mut other = self.pool.alloc(bytes).map_err(Failure::of)?;
         buf = self.prove(buf)?;
-        self.qp.reserve(2).map_err(failed)?;
+        self.qp.reserve(2).map_err(Failure::of)?;
         let ns = |d: Duration| d.saturating_sub(self.clock).as_nanos() as f64;
         while row.register.len() < samples {
             if interrupted() {
@@ -229,15 +207,15 @@ impl Run {
                 buf = back;
                 row.apart.extend((i > 0).then(|| ns(took)));
             }
-            let mut lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
+            let mut lease = buf.lease(&self.qp, RIGHTS).map_err(Failure::of)?;
             for i in 0..=RUN {
                 let start = Instant::now();
-                let (ended, next) = lease.exchange(other, RIGHTS).map_err(failed)?;
+                let (ended, next) = lease.exchange(other, RIGHTS).map_err(Failure::of)?;
                 let took = start.elapsed();
                 (other, lease) = (ended, next);
                 row.lease.extend((i > 0).then(|| ns(took)));
             }
-            buf = lease.revoke().map_err(failed)?;
+            buf = lease.revoke().map_err(Failure::of)?;
             for i in 0..=RUN {
                 let took = self.register(&buf)?;
                 row.register.extend((i > 0).then(|| ns(took)));
@@ -249,24 +227,24 @@ impl Run {
 
     fn apart(&self, buf: Buf) -> Result<(Duration, Buf), Failure> {
         let start = Instant::now();
-        let lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
-        let buf = lease.revoke().map_err(failed)?;
+        let lease = buf.lease(&self.qp, RIGHTS).map_err(Failure::of)?;
+        let buf = lease.revoke().map_err(Failure::of)?;
         Ok((start.elapsed(), buf))
     }
 
     /// Registers the buffer's own memory once more, and deregisters it.
     fn register(&self, buf: &Buf) -> Result<Duration, Failure> {
         let registrar = registrar(&self.device);
-        let addr = NonNull::new(buf.as_ptr().cast_mut()).ok_or_else(|| failed("null"))?;
+        let addr = NonNull::new(buf.as_ptr().cast_mut()).ok_or_else(|| Failure::of("null"))?;
         let page_size = self.pool.arenas()[0].page_size;
         let access = Access::LOCAL_WRITE | RIGHTS;
         let request = MrRequest { addr, len: buf.len(), page_size, access };
         let start = Instant::now();
         // SAFETY: the buffer's bytes, whole base pages, are mapped as long as it lives, and are
         // deregistered below.
-        let made = unsafe { registrar.register(&request) }.map_err(failed)?;
+        let made = unsafe { registrar.register(&request) }.map_err(Failure::of)?;
         // SAFETY: registered just now, and passed once.
-        unsafe { registrar.deregister(made.handle) }.map_err(failed)?;
+        unsafe { registrar.deregister(made.handle) }.map_err(Failure::of)?;
         Ok(start.elapsed())
     }
 
@@ -274,27 +252,27 @@ impl Run {
     fn prove(&mut self, mut buf: Buf) -> Result<Buf, Failure> {
         const MARK: u8 = 0x5a;
         buf[0] = 0;
-        let mut from = self.pool.alloc(GRANULE).map_err(failed)?;
+        let mut from = self.pool.alloc(GRANULE).map_err(Failure::of)?;
         from[0] = MARK;
-        let lease = buf.lease(&self.qp, RIGHTS).map_err(failed)?;
+        let lease = buf.lease(&self.qp, RIGHTS).map_err(Failure::of)?;
         let to = lease.remote();
         match &mut self.peer {
             Peer::Soft => {
                 let soft =
-                    self.device.as_soft().ok_or_else(|| failed("not the software device"))?;
+                    self.device.as_soft().ok_or_else(|| Failure::of("not the software device"))?;
                 // SAFETY: nobody has a reference to the leased bytes.
-                unsafe { soft.write(to.rkey, to.addr, &from[..1]) }.map_err(failed)?;
+                unsafe { soft.write(to.rkey, to.addr, &from[..1]) }.map_err(Failure::of)?;
             }
             #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
             Peer::Verbs(pair) => {
-                let one = from.sge_range(0, 1).ok_or_else(|| failed("no byte"))?;
+                let one = from.sge_range(0, 1).ok_or_else(|| Failure::of("no byte"))?;
                 // SAFETY: both buffers outlive the call, and nobody uses their bytes meanwhile.
-                unsafe { pair.write(one, to.addr, to.rkey) }.map_err(failed)?;
+                unsafe { pair.write(one, to.addr, to.rkey) }.map_err(Failure::of)?;
             }
         }
-        let buf = lease.revoke().map_err(failed)?;
+        let buf = lease.revoke().map_err(Failure::of)?;
         if buf[0] != MARK {
-            return Err(failed("a byte written through a lease did not arrive"));
+            return Err(Failure::of("a byte written through a lease did not arrive"));
         }
         Ok(buf)
     }
@@ -303,11 +281,11 @@ impl Run {
 fn connect(device: &Device) -> Result<(Peer, LeaseQp), Failure> {
     #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
     if device.as_verbs().is_some() {
-        let mut pair = Pair::connect(device).map_err(failed)?;
-        let qp = LeaseQp::of_pair(device, &mut pair).map_err(failed)?;
+        let mut pair = Pair::connect(device).map_err(Failure::of)?;
+        let qp = LeaseQp::of_pair(device, &mut pair).map_err(Failure::of)?;
         return Ok((Peer::Verbs(Box::new(pair)), qp));
     }
-    Ok((Peer::Soft, LeaseQp::soft(device).map_err(failed)?))
+    Ok((Peer::Soft, LeaseQp::soft(device).map_err(Failure::of)?))
 }
 
 impl Row {

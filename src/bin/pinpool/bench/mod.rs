@@ -10,6 +10,7 @@ mod contest;
 mod contests;
 mod csv;
 pub(crate) mod device;
+mod facts;
 mod figures;
 mod growth;
 mod guards;

@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use super::{
     compare::{Comparison, Old},
     csv,
+    facts::Environment,
     figures::Section,
     html, plot,
-    report::Environment,
 };
 use crate::cli::{Failure, emit, say};
 

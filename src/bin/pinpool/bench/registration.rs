@@ -15,13 +15,14 @@ use self::{
 };
 use super::{
     Bench, Report,
-    device::{GRANULE, NoThp, PageChoice},
+    device::{GRANULE, NoThp, PageChoice, in_order, parse_granules},
+    facts::Subject,
     figures::Panel,
     interrupted,
     peer::Peer,
-    report::{self, Environment, Progress},
+    report::{self, Progress},
 };
-use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
+use crate::cli::{DeviceArgs, Failure, show_bytes};
 
 /// Compare registering a buffer for each use with taking it from a pool.
 ///
@@ -80,15 +81,7 @@ const BATCH_CLOCKS: u32 = 200;
 const MOST_PAIRS: u32 = 1 << 20;
 
 fn parse_size(text: &str) -> Result<usize, String> {
-    let size = parse_bytes(text)?;
-    if !(GRANULE..=LARGEST).contains(&size) {
-        let (least, most) = (show_bytes(GRANULE), show_bytes(LARGEST));
-        return Err(format!("sizes go from {least} to {most}"));
-    }
-    if !size.is_multiple_of(GRANULE) {
-        return Err(format!("it is no multiple of {}", show_bytes(GRANULE)));
-    }
-    Ok(size)
+    parse_granules(text, LARGEST)
 }
 
 impl Args {
@@ -146,9 +139,9 @@ impl Run {
             Pages::Prefer(_) if note.is_some() => Pages::Base,
             pages => pages,
         };
-        let no_thp = (pages == Pages::Base).then(NoThp::new).transpose()?;
+        let no_thp = NoThp::for_pages(pages)?;
         let sides = Sides::build(device, largest, pages);
-        let sides = sides.map_err(|e| Failure::Failed(e.to_string()))?;
+        let sides = sides.map_err(Failure::of)?;
         let peer = Peer::connect(device).map_err(Failure::Failed)?;
         let seconds = args.row_seconds.unwrap_or(if quick { 0.5 } else { 2.0 });
         Ok(Self { sides, peer, clock: report::clock_cost(), note, seconds, _no_thp: no_thp })
@@ -157,9 +150,7 @@ impl Run {
     /// Measures each size, smallest first, and all of them again in each pass, until the user wants no
     /// more.
     fn rows(&mut self, args: &Args) -> Vec<Row> {
-        let mut sizes = args.sizes.clone();
-        sizes.sort_unstable();
-        sizes.dedup();
+        let sizes = in_order(&args.sizes);
         let turns = args.turns as usize;
         let mut rows: Vec<Row> =
             sizes.into_iter().map(|bytes| Row::new(bytes, turns, turns)).collect();
@@ -256,9 +247,8 @@ impl Run {
         drop(per_call);
         let close_error = pool.close().err().map(|e| e.to_string());
         let mut outcome = Outcome {
-            device: device.info(),
+            subject: Subject::of(device),
             fork: outcome::fork_support(device),
-            environment: Environment::read(),
             arenas,
             per_call_memory,
             pool_calls: pool_counts.register_calls(),

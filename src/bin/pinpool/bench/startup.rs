@@ -22,9 +22,10 @@ use serde_json::{Value, json};
 use super::{
     Bench, Report,
     device::{NoThp, PageChoice, registrar},
+    facts::Subject,
     figures::{Axis, Panel, Point, Unit},
     interrupted,
-    report::{Environment, Progress, Summary, Table},
+    report::{Progress, Summary, Table},
 };
 use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
 
@@ -122,11 +123,11 @@ impl Job {
                 }
             });
         let start = Instant::now();
-        let pool = builder.build().map_err(|e| Failure::Failed(e.to_string()))?;
+        let pool = builder.build().map_err(Failure::of)?;
         let up = start.elapsed();
         let register = pool.arenas().iter().map(|a| a.register_time).sum();
         let lens = pool.arenas().iter().map(|a| a.len).collect();
-        pool.close().map_err(|e| Failure::Failed(e.to_string()))?;
+        pool.close().map_err(Failure::of)?;
         Ok((Sample { up, register }, lens))
     }
 
@@ -139,9 +140,8 @@ impl Job {
         let mapping = Mapping::new(self.bytes, self.page_size).map_err(|e| failed("mapping", e))?;
         mapping.touch(threads);
         let up = start.elapsed();
-        let register = mapping
-            .register(threads, arenas, registrar(&self.device))
-            .map_err(|e| Failure::Failed(e.to_string()))?;
+        let register =
+            mapping.register(threads, arenas, registrar(&self.device)).map_err(Failure::of)?;
         Ok(Sample { up, register })
     }
 }
@@ -356,7 +356,6 @@ fn speed_up(rows: &[Row]) -> f64 {
 }
 
 fn object(job: &Job, rows: &[Row]) -> Value {
-    let (info, env) = (job.device.info(), Environment::read());
     let hundredths = |ms: f64| (ms * 100.0).round() / 100.0;
     let row = |r: &Row| {
         let [pool, bare, register, bare_register] = r.ms().map(hundredths);
@@ -370,21 +369,15 @@ fn object(job: &Job, rows: &[Row]) -> Value {
             "bare_register_ms": bare_register,
         })
     };
-    json!({
-        "bench": "startup",
-        "device": info.name,
-        "transport": info.transport,
-        "kernel": env.kernel,
-        "cpu": env.cpu,
-        "cpus": env.cpus,
+    let own = json!({
         "reps": job.reps,
         "rows": rows.iter().map(row).collect::<Vec<_>>(),
         "speed_up": hundredths(speed_up(rows)),
-    })
+    });
+    Subject::of(&job.device).object("startup", own)
 }
 
 fn table(job: &Job, rows: &[Row]) -> String {
-    let (info, env) = (job.device.info(), Environment::read());
     let mut table = Table::new(&[
         "\nthreads",
         "pool\nup, ms",
@@ -405,13 +398,9 @@ fn table(job: &Job, rows: &[Row]) -> String {
         ]);
     }
     format!(
-        "device  {} ({})\nkernel  {}\ncpu     {} × {}\nmemory  {} on pages of {}\n\n{table}\n\
+        "{}\nmemory  {} on pages of {}\n\n{table}\n\
          medians of {}; the pool comes up {:.2} times as fast on 2 threads as on 1",
-        info.name,
-        info.transport,
-        env.kernel,
-        env.cpus,
-        env.cpu,
+        Subject::of(&job.device),
         show_bytes(job.bytes),
         show_bytes(job.page_size),
         job.reps,

@@ -19,13 +19,14 @@ use self::{
 };
 use super::{
     Bench, Report,
-    device::{GRANULE, NoThp, PageChoice},
+    device::{GRANULE, NoThp, PageChoice, in_order, parse_granules},
+    facts::Subject,
     figures::Panel,
     interrupted,
     peer::Peer,
-    report::{self, Environment, Progress},
+    report::{self, Progress},
 };
-use crate::cli::{DeviceArgs, Failure, parse_bytes, show_bytes};
+use crate::cli::{DeviceArgs, Failure, show_bytes};
 
 /// Compare messages from pool buffers with messages that register theirs
 ///
@@ -94,12 +95,7 @@ const MESSAGES: RangeInclusive<usize> = 2..=2000;
 const MOST_ERRORS: u64 = 15;
 
 fn parse_size(text: &str) -> Result<usize, String> {
-    let size = parse_bytes(text)?;
-    if !(GRANULE..=LARGEST).contains(&size) || !size.is_multiple_of(GRANULE) {
-        let (least, most) = (show_bytes(GRANULE), show_bytes(LARGEST));
-        return Err(format!("sizes go from {least} to {most}, in whole {least}"));
-    }
-    Ok(size)
+    parse_granules(text, LARGEST)
 }
 
 pub(crate) struct Transfer;
@@ -116,7 +112,7 @@ impl Bench for Transfer {
     }
 
     fn run(&self, args: &Args, quick: bool) -> Result<Report, Failure> {
-        let _no_thp = matches!(args.pages, PageChoice::Base).then(NoThp::new).transpose()?;
+        let _no_thp = NoThp::for_pages(args.pages.pages())?;
         let device = args.device.open()?;
         let outcome = Run::start(args, quick, &device)?.outcome();
         Ok(Report { object: outcome.json(), text: outcome.text(), failures: outcome.failures })
@@ -189,9 +185,7 @@ struct Run {
 impl Run {
     /// Measures all sizes, smallest first, until the user wants no more.
     fn start(args: &Args, quick: bool, device: &Device) -> Result<Self, Failure> {
-        let mut sizes = args.sizes.clone();
-        sizes.sort_unstable();
-        sizes.dedup();
+        let sizes = in_order(&args.sizes);
         let largest = sizes.last().copied().unwrap_or(GRANULE);
         let longest = args.receive.unwrap_or(largest.max(1 << 20));
         if longest < largest {
@@ -334,15 +328,7 @@ impl Run {
             0 => {}
             n => failures.push(format!("{n} regions are still registered")),
         }
-        Outcome {
-            device: device.info(),
-            environment: Environment::read(),
-            page_size,
-            seconds,
-            needs,
-            rows,
-            failures,
-        }
+        Outcome { subject: Subject::of(&device), page_size, seconds, needs, rows, failures }
     }
 }
 

@@ -233,7 +233,7 @@ fn generation(
         }
         return Ok(());
     }
-    let pool = builder.build().map_err(|e| Failure::Failed(e.to_string()))?;
+    let pool = builder.build().map_err(Failure::of)?;
     let top = args.map.as_ref().map(|path| pool.serve_map(path)).transpose();
     let top = top.map_err(|e| Failure::Failed(format!("the map cannot be served: {e}")))?;
     let shared = Shared::new();

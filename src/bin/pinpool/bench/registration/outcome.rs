@@ -6,15 +6,16 @@ use std::{
     time::Duration,
 };
 
-use pinpool::{ArenaInfo, Bytes, Device, device::DeviceInfo};
+use pinpool::{ArenaInfo, Bytes, Device};
 use serde_json::{Map, Value, json};
 
 use super::sides;
 use crate::{
     bench::{
         device::{build_time, show_pages},
+        facts::{Subject, status_bytes},
         figures::{Axis, Panel, Point, Unit},
-        report::{self, Environment, Summary, Table, show_count, show_ns},
+        report::{self, Summary, Table, show_count, show_ns},
     },
     cli::show_bytes,
 };
@@ -40,7 +41,7 @@ impl Held {
             Some(soft) => Some(soft.regions()),
             None => kernel_regions(&device.info().name),
         };
-        let [pinned, locked] = ["VmPin", "VmLck"].map(report::status_bytes);
+        let [pinned, locked] = ["VmPin", "VmLck"].map(status_bytes);
         Self { pinned, locked, regions }
     }
 
@@ -156,9 +157,8 @@ pub(super) fn fork_note(device: &Device) -> Option<&'static str> {
 
 /// All that is to be said.
 pub(super) struct Outcome {
-    pub(super) device: DeviceInfo,
+    pub(super) subject: Subject,
     pub(super) fork: Option<&'static str>,
-    pub(super) environment: Environment,
     pub(super) arenas: Vec<ArenaInfo>,
     pub(super) per_call_memory: ArenaInfo,
     pub(super) pool_calls: u64,
@@ -211,19 +211,14 @@ impl Outcome {
         let ns = |d: Duration| d.as_nanos() as u64;
         let per_call = &self.per_call_memory;
         let held = |h: Held| json!({ "pinned": h.pinned, "locked": h.locked, "mrs": h.regions });
-        json!({
-            "bench": "registration",
-            "device": self.device.name,
-            "transport": self.device.transport,
-            "kernel": self.environment.kernel,
+        let environment = &self.subject.environment;
+        let own = json!({
             "page_size": self.page_size(),
             "arenas": self.arenas.len(),
             "reg_mr_calls": self.pool_calls,
             "rows": self.rows.iter().map(row_json).collect::<Vec<_>>(),
-            "cpu": self.environment.cpu,
-            "cpus": self.environment.cpus,
-            "memlock": self.environment.memlock_json(),
-            "thp": self.environment.thp,
+            "memlock": environment.memlock_json(),
+            "thp": environment.thp,
             "fork": self.fork_json(),
             "pool": {
                 "bytes": self.arenas.iter().map(|a| a.len).sum::<usize>(),
@@ -243,7 +238,8 @@ impl Outcome {
             "after": held(self.after),
             "note": self.note,
             "failures": self.failures,
-        })
+        });
+        self.subject.object("registration", own)
     }
 
     fn fork_json(&self) -> Value {
@@ -279,7 +275,7 @@ impl Outcome {
 
     fn facts(&self) -> Vec<(&'static str, String)> {
         let ns = |d: Duration| show_ns(d.as_nanos() as f64);
-        let (info, env) = (&self.device, &self.environment);
+        let Subject { device: info, environment: env } = &self.subject;
         let bytes = self.arenas.iter().map(|a| a.len).sum();
         let arenas = match self.arenas.len() {
             1 => "1 arena".to_owned(),
@@ -312,7 +308,7 @@ impl Outcome {
     }
 
     fn show_pages(&self) -> String {
-        let mut text = show_pages(self.page_size(), self.environment.thp.as_ref());
+        let mut text = show_pages(self.page_size(), self.subject.environment.thp.as_ref());
         if let Some(note) = self.note {
             text.push_str(&format!("; {note}"));
         }

@@ -1,14 +1,14 @@
 //! What a transfer bench came to: rows, the table, the object, and the figures of an object.
 
-use pinpool::device::DeviceInfo;
 use serde_json::{Map, Value, json};
 
 use super::ways::Needs;
 use crate::{
     bench::{
         device::show_pages,
+        facts::Subject,
         figures::{Axis, Panel, Point, Unit},
-        report::{Environment, Summary, Table, rounded, show_count, show_ns},
+        report::{Summary, Table, rounded, show_count, show_ns},
     },
     cli::show_bytes,
 };
@@ -71,8 +71,7 @@ impl Row {
 
 /// All that is to be said.
 pub(super) struct Outcome {
-    pub(super) device: DeviceInfo,
-    pub(super) environment: Environment,
+    pub(super) subject: Subject,
     pub(super) page_size: usize,
     pub(super) seconds: f64,
     pub(super) needs: Needs,
@@ -83,13 +82,7 @@ pub(super) struct Outcome {
 impl Outcome {
     /// One object, for programs.
     pub(super) fn json(&self) -> Value {
-        json!({
-            "bench": "transfer",
-            "device": self.device.name,
-            "transport": self.device.transport,
-            "kernel": self.environment.kernel,
-            "cpu": self.environment.cpu,
-            "cpus": self.environment.cpus,
+        let own = json!({
             "page_size": self.page_size,
             "row_seconds": self.seconds,
             "receive_bytes": self.needs.longest,
@@ -97,12 +90,13 @@ impl Outcome {
             "cached": self.needs.cached,
             "rows": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
             "failures": self.failures,
-        })
+        });
+        self.subject.object("transfer", own)
     }
 
     /// The facts and a table, for people.
     pub(super) fn text(&self) -> String {
-        let (info, env) = (&self.device, &self.environment);
+        let Self { subject, .. } = self;
         let mut table = Table::new(&[
             "\nmessage",
             "\ncontender",
@@ -118,15 +112,10 @@ impl Outcome {
         ]);
         self.rows.iter().for_each(|row| table.row(self.cells(row)));
         format!(
-            "device  {} ({})\nkernel  {}\ncpu     {} × {}\npages   {}\n\n{table}\n\
+            "{subject}\npages   {}\n\n{table}\n\
              one message at a time; rates and CPU are medians of turns; every byte compared;\n\
              received into {}; {} buffers at each end, {} ranges cached",
-            info.name,
-            info.transport,
-            env.kernel,
-            env.cpus,
-            env.cpu,
-            show_pages(self.page_size, env.thp.as_ref()),
+            show_pages(self.page_size, subject.environment.thp.as_ref()),
             show_bytes(self.needs.longest),
             self.needs.buffers,
             self.needs.cached,
