@@ -6,7 +6,7 @@
 //!        0    tag    plane   far   page    generation
 //! ```
 //!
-//! *tag*: the pool's, different from that of all others alive (up to 511). *page*: the one that the block
+//! *tag*: the pool's, different from that of all others alive (up to 510). *page*: the one that the block
 //! starts in, *plane*: how far into it, in units of 64 bytes. *far*: which table has its record. *generation*:
 //! the flight's ([`Record`]). The top bit stays the user's.
 //!
@@ -420,6 +420,10 @@ struct Tag(u16);
 
 /// Pools beyond the tags share this one, and then do not know each other's tokens.
 const SHARED: u16 = (1 << TAG_BITS) - 1;
+/// No pool has this one.
+const NO_POOLS: u16 = SHARED - 1;
+/// The upper 16 bits of numbers that no pool's token ever is.
+pub(crate) const NO_TOKENS: u16 = NO_POOLS << (TAG_AT - 48);
 
 static TAGS: [AtomicU64; (1 << TAG_BITS) / 64] =
     [const { AtomicU64::new(0) }; (1 << TAG_BITS) / 64];
@@ -428,8 +432,8 @@ impl Tag {
     /// Takes a tag that no living pool has, and that was not given back a moment ago.
     fn take() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        for _ in 0..SHARED {
-            let tag = (NEXT.fetch_add(1, Relaxed) % u64::from(SHARED)) as u16;
+        for _ in 0..NO_POOLS {
+            let tag = (NEXT.fetch_add(1, Relaxed) % u64::from(NO_POOLS)) as u16;
             let bit = 1 << (tag % 64);
             if TAGS[usize::from(tag / 64)].fetch_or(bit, Relaxed) & bit == 0 {
                 return Self(tag);
