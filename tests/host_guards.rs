@@ -19,7 +19,7 @@ use std::{
 };
 
 use common::{Rng, mapped, most_of, soft};
-use pinpool::{Access, AllocError, Batch, Buf, Builder, Guards, Pool, Reserve, Track};
+use pinpool::{Access, AllocError, Batch, Buf, Guards, Pool, Reserve, Track};
 use told::{MIB, Told, guarded, late_write, peek};
 
 const POISON: u8 = Guards::POISON;
