@@ -64,6 +64,9 @@ impl<R> Pool<R> {
     /// certainty as long as no more than 510 pools are alive (each class and each share of a pool counts as
     /// one). A number that happens to be the token of a buffer in flight cannot be told from it.
     ///
+    /// A forked child that redeems a token of its parent's has a handle like those that it inherited: the parent's flight
+    /// goes on, and dropping the handle changes nothing.
+    ///
     /// # Errors
     /// [`TokenError`]; nothing is then changed.
     #[allow(clippy::wrong_self_convention)] // The pool is not the token's target but its source.

@@ -21,7 +21,10 @@ pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
     let mut address: libc::sockaddr_un = unsafe { MaybeUninit::zeroed().assume_init() };
     if bytes.is_empty() || bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
         let most = address.sun_path.len() - 1;
-        let text = format!("the path of a socket has 1 to {most} bytes, this one {}", bytes.len());
+        let text = format!(
+            "the path of a socket has 1 to {most} bytes, none of them zero, this one {}",
+            bytes.len()
+        );
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
