@@ -1,90 +1,28 @@
-//! Guards and tracking:
+//! Guards, but for the quarantine (`host_quarantine`):
 //! - poison: whoever writes to memory that nobody has is told, with address, offset, age and owners, however the
 //!   buffer was given back; and the block is whole when it goes out again;
 //! - canary: whoever writes beyond an end is told, however the buffer is given back;
-//! - quarantine: what is freed comes back after so many bytes more, sooner if nothing else is left;
 //! - zero on free: nobody reads what another left;
 //! - guard pages: no arena touches another, whatever the pool asks for;
-//! - tracking: what is out is told by place and age, at any time and when the last handle goes;
 //! - the books balance (P5), guards lie outside registered memory (P2), and a pool without them tells nothing.
 #![cfg(feature = "fault")]
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "common/told.rs"]
+mod told;
 
 use std::{
-    alloc::Layout,
-    fs::File,
-    os::unix::fs::FileExt,
     sync::{Arc, Barrier, Mutex},
     thread,
     time::Duration,
 };
 
-use common::{Rng, mapped, soft};
-use pinpool::{
-    Access, AllocError, Batch, Buf, Builder, Damage, Event, Guards, Outstanding, Pool, Reserve,
-    Track,
-};
+use common::{Rng, mapped, most_of, soft};
+use pinpool::{Access, AllocError, Batch, Buf, Guards, Pool, Reserve, Track};
+use told::{MIB, Told, guarded, late_write, peek};
 
-const MIB: usize = 1 << 20;
 const POISON: u8 = Guards::POISON;
-
-/// Writes bytes as a device does: by address, behind everybody's back.
-fn late_write(addr: usize, bytes: &[u8]) {
-    let memory = File::options().write(true).open("/proc/self/mem").unwrap();
-    memory.write_all_at(bytes, addr as u64).unwrap();
-}
-
-/// Reads them so.
-fn peek(addr: usize, len: usize) -> Vec<u8> {
-    let mut bytes = vec![0; len];
-    File::open("/proc/self/mem").unwrap().read_exact_at(&mut bytes, addr as u64).unwrap();
-    bytes
-}
-
-/// What a pool has told.
-#[derive(Clone, Default)]
-struct Told(Arc<Mutex<Vec<(&'static str, Damage)>>>, Arc<Mutex<Vec<Outstanding>>>);
-
-impl Told {
-    fn hear(&self, builder: Builder) -> Builder {
-        let told = self.clone();
-        builder.on_event(move |event| match event {
-            Event::WrittenAfterFree(damage) => {
-                told.0.lock().unwrap().push(("free", (*damage).clone()));
-            }
-            Event::WrittenBeyondEnd(damage) => {
-                told.0.lock().unwrap().push(("end", (*damage).clone()));
-            }
-            Event::StillOut(report) => told.1.lock().unwrap().push((*report).clone()),
-            _ => {}
-        })
-    }
-
-    fn take(&self) -> Vec<(&'static str, Damage)> {
-        std::mem::take(&mut *self.0.lock().unwrap())
-    }
-
-    /// The only one of that kind that was told.
-    fn one(&self, kind: &str) -> Damage {
-        let mut all = self.take();
-        assert_eq!(all.len(), 1, "{all:?}");
-        let (k, damage) = all.remove(0);
-        assert_eq!(k, kind, "{damage}");
-        damage
-    }
-
-    fn none(&self) {
-        let all = self.take();
-        assert!(all.is_empty(), "{all:?}");
-    }
-}
-
-fn guarded(capacity: usize, guards: Guards) -> (Pool, Told) {
-    let told = Told::default();
-    (told.hear(soft(capacity).guards(guards)).build().unwrap(), told)
-}
 
 /// Has the pool give out the block at `addr`, and nothing else of that length.
 fn again(pool: &Pool, len: usize, addr: usize) -> Buf {
@@ -305,116 +243,6 @@ fn what_is_free_can_be_looked_at_any_time_and_is_at_the_end() {
 }
 
 #[test]
-fn a_quarantined_block_comes_back_after_so_many_bytes_and_no_sooner() {
-    const KEPT: usize = 40_960;
-    for poison in [false, true] {
-        let (pool, told) = guarded(MIB, Guards::new().quarantine(KEPT).poison(poison));
-        let first = pool.alloc(4096).unwrap();
-        let addr = first.as_ptr() as usize;
-        drop(first);
-        let mut freed = 0;
-        loop {
-            let buf = pool.alloc(4096).unwrap();
-            let back = buf.as_ptr() as usize == addr;
-            assert_eq!(back, freed >= KEPT, "after {freed} bytes");
-            if back {
-                break;
-            }
-            drop(buf);
-            freed += 4096;
-            let stats = pool.stats();
-            assert_eq!(stats.guards.quarantined, stats.cached);
-            assert!(stats.cached <= KEPT + 4096 && stats.live == 0);
-            pool.check();
-        }
-        told.none();
-    }
-}
-
-#[test]
-fn the_quarantine_gives_way_before_anything_is_refused() {
-    let (pool, _) = guarded(MIB, Guards::new().quarantine(usize::MAX));
-    for len in [64, 1000, 4096, 50_000, 300_000, MIB] {
-        for _ in 0..3 {
-            let mut all = Vec::new();
-            while let Ok(buf) = pool.alloc(len) {
-                all.push(buf);
-            }
-            // As many as a pool without has.
-            let plain = soft(MIB).build().unwrap();
-            let most = most_of(&plain, len);
-            assert_eq!(all.len(), most, "{len}");
-            assert_eq!(pool.stats().guards.quarantined, 0);
-            drop(all);
-            assert_eq!(pool.stats().live, 0);
-            assert!(pool.stats().cached >= MIB * 7 / 8, "all of it waits");
-            pool.check();
-        }
-    }
-    // Who waits gets it, too.
-    let all: Vec<_> = std::iter::from_fn(|| pool.alloc(MIB / 4).ok()).collect();
-    thread::scope(|scope| {
-        let waiter = scope.spawn(|| pool.alloc_wait(MIB / 4, Duration::from_secs(300)).unwrap());
-        while pool.stats().waiting == 0 {
-            thread::yield_now();
-        }
-        drop(all);
-        drop(waiter.join().unwrap());
-    });
-    pool.check();
-    pool.close().unwrap();
-}
-
-/// Drops one, outside of the lock.
-fn take(passed: &Mutex<Vec<Buf>>) {
-    let got = passed.lock().unwrap().pop();
-    drop(got);
-}
-
-/// How many buffers of a length a pool has.
-fn most_of(pool: &Pool, len: usize) -> usize {
-    std::iter::from_fn(|| pool.alloc(len).ok()).collect::<Vec<_>>().len()
-}
-
-#[test]
-fn nobody_is_refused_while_a_block_is_in_quarantine_or_on_its_way() {
-    const EACH: usize = 4;
-    let rounds: usize = std::env::var("PINPOOL_ROUNDS").map_or(3000, |n| n.parse().unwrap());
-    let all = Guards::new().poison(true).canary(true).quarantine(usize::MAX);
-    for guards in [Guards::new().quarantine(usize::MAX), all, all.quarantine(5 * 4096)] {
-        // As many buffers as eight threads hold at most, half of them a share's.
-        let blocks = 8 * EACH;
-        let told = Told::default();
-        let builder = soft(blocks * 4096).share("half", Reserve::bytes(blocks * 2048));
-        let pool = told.hear(builder.guards(guards)).build().unwrap();
-        let share = pool.share("half").unwrap();
-        thread::scope(|scope| {
-            for n in 0..8u64 {
-                let share = &share;
-                scope.spawn(move || {
-                    let mut rng = Rng(n);
-                    let mut held: Vec<Buf> = Vec::new();
-                    for round in 0..rounds {
-                        if held.len() == EACH || rng.next() & 3 == 0 {
-                            held.pop();
-                        } else {
-                            // With room for the canary.
-                            let got = share.alloc(4088);
-                            held.push(got.unwrap_or_else(|e| panic!("round {round}: {e}")));
-                        }
-                    }
-                });
-            }
-        });
-        pool.check();
-        assert_eq!(pool.stats().live, 0);
-        drop(share);
-        pool.close().unwrap();
-        told.none();
-    }
-}
-
-#[test]
 fn a_canary_is_left_out_where_memory_is_short() {
     for len in [64, 4096, 65536, 1 << 18, MIB] {
         let (pool, told) = guarded(MIB, Guards::new().canary(true));
@@ -522,6 +350,12 @@ fn an_arena_that_goes_is_looked_at_no_more() {
     }
     pool.close().unwrap();
     told.none();
+}
+
+/// Drops one, outside of the lock.
+fn take(passed: &Mutex<Vec<Buf>>) {
+    let got = passed.lock().unwrap().pop();
+    drop(got);
 }
 
 #[test]
@@ -652,94 +486,6 @@ fn no_arena_touches_another() {
         }
         pool.check();
     }
-}
-
-#[test]
-fn what_is_out_is_told_by_place_and_when_the_last_handle_goes() {
-    let told = Told::default();
-    let pool = told.hear(soft(MIB).track(Track::all())).build().unwrap();
-    let line = line!() + 1;
-    let few: Vec<_> = (0..3).map(|_| pool.alloc(4096).unwrap()).collect();
-    let other = pool.alloc_layout(Layout::from_size_align(50_000, 8192).unwrap()).unwrap();
-    let mut batch = Batch::with_capacity(2);
-    pool.alloc_many(&mut batch, 1024, 2).unwrap();
-    let token = pool.alloc_wait(64, Duration::ZERO).unwrap().into_token();
-    let report = pool.outstanding();
-    assert_eq!((report.buffers, report.in_flight, report.every), (7, 1, 1));
-    assert_eq!(report.bytes, pool.stats().live);
-    let lines: Vec<_> =
-        report.sites.iter().map(|s| (s.site.location().line() - line, s.buffers)).collect();
-    assert_eq!(lines, [(1, 1), (0, 3), (3, 2), (4, 1)], "most bytes first");
-    assert!(report.sites.iter().all(|s| s.site.location().file() == file!()));
-    assert!(report.sites.iter().all(|s| s.site.backtrace().is_none()));
-    let text = report.to_string();
-    assert!(
-        text.contains("3 x, 12 KiB") && text.contains(&format!("{}:{line}:", file!())),
-        "{text}"
-    );
-    // Where the line says nothing the stack is taken in any case.
-    #[cfg(feature = "allocator-api2")]
-    {
-        let v = allocator_api2::vec::Vec::<u8, _>::with_capacity_in(5000, &pool);
-        let text = pool.outstanding().to_string();
-        assert!(text.contains("what_is_out_is_told_by_place"), "{text}");
-        drop(v);
-    }
-    drop(other);
-    drop(batch);
-    drop(pool.from_token(token).unwrap());
-    drop(pool);
-    let still = told.1.lock().unwrap().pop().unwrap();
-    assert_eq!((still.buffers, still.sites.len(), still.sites[0].buffers), (3, 1, 3));
-    assert!(still.sites[0].oldest > Duration::ZERO);
-    drop(few);
-    assert!(told.1.lock().unwrap().is_empty(), "told once");
-}
-
-#[test]
-fn one_of_so_many_is_tracked_and_a_backtrace_says_who_called() {
-    let pool = soft(MIB).track(Track::every(10).backtraces(true)).build().unwrap();
-    #[inline(never)]
-    fn a_wrapper_for_all(pool: &Pool) -> Buf {
-        pool.alloc(64).unwrap()
-    }
-    let bufs: Vec<_> = (0..100).map(|_| a_wrapper_for_all(&pool)).collect();
-    let report = pool.outstanding();
-    assert_eq!((report.buffers, report.every), (100, 10));
-    let sites: usize = report.sites.iter().map(|s| s.buffers).sum();
-    assert_eq!((sites, report.sites.len()), (10, 1), "one stack, one line");
-    let text = report.to_string();
-    assert!(text.contains("one of 10 is tracked") && text.contains("a_wrapper_for_all"), "{text}");
-    drop(bufs);
-    assert!(pool.outstanding().sites.is_empty());
-    // A share's are known by their line, in the reserve and beyond it.
-    let pool = soft(MIB).share("part", Reserve::bytes(4096)).track(Track::all()).build().unwrap();
-    let share = pool.share("part").unwrap();
-    let line = line!() + 1;
-    let _bufs: Vec<_> = (0..3).map(|_| share.alloc(4096).unwrap()).collect();
-    let report = pool.outstanding();
-    assert_eq!((report.sites.len(), report.sites[0].buffers), (1, 3), "{report}");
-    assert_eq!(report.sites[0].site.location().line(), line);
-}
-
-#[test]
-fn a_pool_that_watches_nothing_says_how_much_is_out_and_nothing_more() {
-    let told = Told::default();
-    let pool = told.hear(soft(MIB)).build().unwrap();
-    let bufs: Vec<_> = (0..5).map(|_| pool.alloc(4096).unwrap()).collect();
-    late_write(bufs[0].as_ptr() as usize + 4096, b"!");
-    assert_eq!(pool.check_free(), 0);
-    let report = pool.outstanding();
-    assert_eq!((report.buffers, report.every, report.sites.len()), (5, 0, 0));
-    drop(pool);
-    let still = told.1.lock().unwrap().pop().unwrap();
-    assert_eq!((still.buffers, still.bytes), (5, 5 * 4096));
-    assert!(still.to_string().contains("not tracked"));
-    drop(bufs);
-    told.none();
-    // Nor of one that is whole when it goes.
-    drop(told.hear(soft(MIB)).build().unwrap());
-    assert!(told.1.lock().unwrap().is_empty());
 }
 
 #[test]

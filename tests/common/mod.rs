@@ -27,6 +27,11 @@ pub fn soft(capacity: usize) -> Builder {
         .pages(Pages::Base)
 }
 
+/// How many buffers of a length a pool has.
+pub fn most_of(pool: &Pool, len: usize) -> usize {
+    std::iter::from_fn(|| pool.alloc(len).ok()).collect::<Vec<_>>().len()
+}
+
 /// A field of /proc/self/status, in KiB.
 pub fn status_kib(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
