@@ -27,7 +27,7 @@ const ANY_LENGTH: u64 = 50;
 /// Without a look at keys, for on several devices that is a look-up.
 const RAILS: u64 = 27;
 /// With one such look-up, of the second device.
-const RAILS_KEYS: u64 = 70;
+const RAILS_KEYS: u64 = 66;
 const LOCAL: u64 = 33;
 /// From an access class, by `Pool::alloc_in`: three more, to see that it is one of this pool.
 const CLASS: u64 = 35;

@@ -62,6 +62,23 @@
 #define PINPOOL_NUMA_ANY -3
 
 /*
+ Fills memory with 0xdf while nobody has it, and looks whether it still does when it is handed out: finds writes
+ after free, a device's included.
+ */
+#define PINPOOL_GUARD_POISON 1
+
+/*
+ Puts bytes behind the length that was asked for, and looks for them at the free: finds writes beyond the end. The
+ `len` of a `pinpool_buf_t` is then what was asked for. Lengths that fill their block take the next larger one.
+ */
+#define PINPOOL_GUARD_CANARY 2
+
+/*
+ Erases what is freed before anybody else can have it; every buffer starts as zeros.
+ */
+#define PINPOOL_GUARD_ZERO_ON_FREE 4
+
+/*
  What every call answers: 0, or why not.
  */
 typedef enum pinpool_status {
@@ -221,6 +238,15 @@ typedef struct pinpool_reserve_t {
 } pinpool_reserve_t;
 
 /*
+ Told of what is rare: a pool that was built, grew, could not grow, refused allocs, found damage, was taken down.
+
+ `kind` is its kind in a word (such as "grew", "written_after_free", "written_beyond_end"), `message` a text with the
+ numbers; both are valid during the call. It is called on any thread, on several at a time, and for damage and
+ refusals inside the alloc or free that met them. It must return.
+ */
+typedef void (*pinpool_on_event_t)(void *context, const char *kind, const char *message);
+
+/*
  What a pool shall be. Fill it with `pinpool_options_init`, then set what shall differ.
  */
 typedef struct pinpool_options_t {
@@ -286,6 +312,30 @@ typedef struct pinpool_options_t {
      How many there are.
      */
     size_t share_count;
+    /*
+     What memory is guarded with, `PINPOOL_GUARD_…` together; 0 for nothing. A pool with any guard, quarantine or
+     tracking does without the threads' caches: for finding mistakes. What is found is told to `on_event` and counted
+     in `pinpool_stats_t`.
+     */
+    uint32_t guards;
+    /*
+     Remembers who asked for one of so many allocs, for `pinpool_outstanding` and for what is told of damage; 1 for
+     all, 0 for none.
+     */
+    uint32_t track_every;
+    /*
+     Keeps what is freed from being handed out again until so many bytes more were freed; 0 for none.
+     */
+    size_t quarantine;
+    /*
+     Told of what is rare; null for nobody.
+     */
+    pinpool_on_event_t on_event;
+    /*
+     Handed to `on_event`. It must stay until `pinpool_close` closed the handle; where `pinpool_open` fails, until it
+     returned.
+     */
+    void *event_context;
 } pinpool_options_t;
 
 /*
@@ -450,6 +500,18 @@ typedef struct pinpool_stats_t {
      How long those that wait no longer did, together, in nanoseconds.
      */
     uint64_t wait_time_ns;
+    /*
+     In how many buffers' memory somebody was found to have written after their free (`PINPOOL_GUARD_POISON`).
+     */
+    uint64_t written_after_free;
+    /*
+     How many buffers were found to be written beyond their end (`PINPOOL_GUARD_CANARY`).
+     */
+    uint64_t written_beyond_end;
+    /*
+     Bytes that the quarantine keeps back; part of `cached`.
+     */
+    size_t quarantined;
 } pinpool_stats_t;
 
 #ifdef __cplusplus
@@ -659,6 +721,32 @@ int pinpool_into_token(const struct pinpool_t *pool, void *addr, uint64_t *token
  `pool` is null or came from `pinpool_open`, `buf` is null or points to a place for a buffer.
  */
 int pinpool_from_token(const struct pinpool_t *pool, uint64_t token, struct pinpool_buf_t *buf);
+
+/*
+ Looks at all that was freed, in a pool with `PINPOOL_GUARD_POISON`, and sets `*damaged` to in how many buffers'
+ memory somebody has written since; each is told to `on_event`, and mended. 0 in a pool without.
+
+ Requires:
+ `pool` is null or came from `pinpool_open`, `damaged` is null or points to a number.
+ */
+int pinpool_check_free(const struct pinpool_t *pool,
+                       size_t *damaged);
+
+/*
+ Writes to `text`, for people and with its zero byte, how many buffers are out; where `track_every` is set also which
+ calls asked for those that it remembers, on which thread, and how long ago.
+
+ `*needed`, if not null, is set to the bytes that the whole text takes; `PINPOOL_TRUNCATED` says that `room` was
+ less.
+
+ Requires:
+ `pool` is null or came from `pinpool_open`; `text` has `room` bytes, or is null with `room` 0; `needed` is null or
+ points to a number.
+ */
+int pinpool_outstanding(const struct pinpool_t *pool,
+                        char *text,
+                        size_t room,
+                        size_t *needed);
 
 /*
  Sums up where the pool's bytes are. Takes locks, and sends every thread through its slow path once.

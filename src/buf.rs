@@ -339,7 +339,7 @@ impl<R: Reach> fmt::Debug for Buf<R> {
 }
 
 /// A length beyond a buffer's block.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{asked} bytes do not fit a buffer of {capacity}; registered memory cannot grow in place")]
 #[non_exhaustive]
 pub struct CapacityError {
@@ -348,3 +348,5 @@ pub struct CapacityError {
     /// Bytes of the block.
     pub capacity: usize,
 }
+
+crate::error::message_in_debug!(CapacityError);

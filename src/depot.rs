@@ -148,11 +148,14 @@ impl Depot {
         self.slot(m).count.store(count, Relaxed);
     }
 
-    /// An empty magazine of a class: one that lies about, or a new one. Allocates in the latter case.
-    pub(crate) fn get_empty(&self, class: usize) -> Magazine {
-        if let Some(id) = self.classes[class].empty.pop(&self.slots).and_then(NonZeroU32::new) {
-            return Magazine(id);
-        }
+    /// An empty magazine of a class that lies about, if one does.
+    pub(crate) fn get_empty(&self, class: usize) -> Option<Magazine> {
+        self.classes[class].empty.pop(&self.slots).and_then(NonZeroU32::new).map(Magazine)
+    }
+
+    /// Makes an empty magazine of a class. Allocates, so not under a lock (`lock.rs`).
+    #[cold]
+    pub(crate) fn make_empty(&self, class: usize) -> Magazine {
         let cap = self.limits.room(class);
         let entries = (0..cap).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
         let slot = Slot { link: AtomicU32::new(0), count: AtomicUsize::new(0), entries };

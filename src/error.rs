@@ -1,5 +1,18 @@
 //! Errors: one enum an operation, each with the numbers needed to act.
 
+/// Has `Debug` say what `Display` says: the message with its numbers is what `unwrap`, `expect` and a `main` that
+/// returns the error print.
+macro_rules! message_in_debug {
+    ($error:ty) => {
+        impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+pub(crate) use message_in_debug;
+
 mod alloc;
 mod build;
 mod device;
@@ -25,9 +38,6 @@ pub struct Bytes(pub u64);
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-        if self.0 == u64::MAX {
-            return f.write_str("unlimited");
-        }
         for (shift, name) in UNITS {
             let unit = 1u64 << shift;
             if self.0 >= unit {
@@ -45,6 +55,19 @@ impl fmt::Display for Bytes {
 impl fmt::Debug for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// A limit of the system's, which may be none.
+pub(crate) struct Limit(pub(crate) u64);
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == u64::MAX {
+            f.write_str("unlimited")
+        } else {
+            fmt::Display::fmt(&Bytes(self.0), f)
+        }
     }
 }
 

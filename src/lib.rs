@@ -160,6 +160,9 @@ pub use crate::adapters::trace_event;
 pub use crate::adapters::{AttachError, PinnedAlloc};
 #[cfg(all(not(loom), feature = "bytemuck"))]
 pub use crate::adapters::{PodError, Typed};
+#[cfg(all(feature = "fault", not(loom)))]
+#[doc(hidden)]
+pub use crate::lock::locks_held;
 #[cfg(not(loom))]
 pub use crate::{
     access::{Access, Keys, LKey, RKey, RemoteBuf, Sge},

@@ -12,6 +12,10 @@
 //! | contended | one holds it, others may wait | waits | → free, wakes one |
 //!
 //! Holding a lock, or waiting for one, marks the thread (see `reentry`).
+//!
+//! **Nothing is allocated or freed under a lock that alloc and free take** (guards and waiting apart). The allocator may be one that a user has
+//! put under the pool, and may take locks of the user's, which a thread can hold that waits for the pool's. What is
+//! needed is made before the lock is taken; what is left over goes after it was released.
 
 #[cfg(not(loom))]
 use std::{
@@ -93,6 +97,24 @@ impl RawLock {
     }
 }
 
+/// How many of the pool's locks this thread holds; for tests of the rule above.
+#[cfg(all(feature = "fault", not(loom)))]
+pub fn locks_held() -> u32 {
+    OWN.get()
+}
+
+#[cfg(all(feature = "fault", not(loom)))]
+thread_local! {
+    static OWN: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
+#[cfg(not(loom))]
+#[inline]
+fn count_held(_by: i32) {
+    #[cfg(feature = "fault")]
+    OWN.set(OWN.get().wrapping_add_signed(_by));
+}
+
 /// A lock around a `T`.
 #[cfg(not(loom))]
 pub(crate) struct Mutex<T> {
@@ -126,12 +148,33 @@ impl<T> Mutex<T> {
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         let mark = enter();
         self.lock.lock();
+        count_held(1);
         MutexGuard { mutex: self, _mark: mark }
     }
 
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let mark = enter();
-        self.lock.try_lock().then_some(MutexGuard { mutex: self, _mark: mark })
+        if !self.lock.try_lock() {
+            return None;
+        }
+        count_held(1);
+        Some(MutexGuard { mutex: self, _mark: mark })
+    }
+
+    /// The guard that was kept back by [`MutexGuard::keep`].
+    ///
+    /// # Safety
+    /// It was, on this thread, and this is called once for it.
+    pub(crate) unsafe fn kept(&self) -> MutexGuard<'_, T> {
+        MutexGuard { mutex: self, _mark: Mark::kept() }
+    }
+}
+
+#[cfg(not(loom))]
+impl<T> MutexGuard<'_, T> {
+    /// Leaves the lock locked, without memory for a guard. [`Mutex::kept`] has the guard again.
+    pub(crate) fn keep(self) {
+        std::mem::forget(self);
     }
 }
 
@@ -139,6 +182,7 @@ impl<T> Mutex<T> {
 impl<T> Drop for MutexGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
+        count_held(-1);
         self.mutex.lock.unlock();
     }
 }

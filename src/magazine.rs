@@ -15,6 +15,7 @@
 
 use std::{
     cell::{Cell, UnsafeCell},
+    mem::ManuallyDrop,
     ptr,
     sync::Arc,
 };
@@ -165,6 +166,16 @@ impl Place {
     #[inline(always)]
     pub(crate) const unsafe fn from_offset(offset: u32) -> Self {
         Self(offset as usize)
+    }
+
+    /// Tells the compiler what it cannot know of a computed class: that 32 bits hold it, so need not be cut out.
+    ///
+    /// # Safety
+    /// The class is one that there is, or [`SPAN_CLASS`].
+    #[inline(always)]
+    pub(crate) const unsafe fn assume_in_range(self) {
+        // SAFETY: passed on.
+        unsafe { std::hint::assert_unchecked(self.0 <= Self::of(SPAN_CLASS).0) };
     }
 
     #[inline(always)]
@@ -384,14 +395,43 @@ impl Local {
     }
 
     /// Takes over the magazines of several threads at the price of one barrier.
-    pub(crate) fn hold_all(locals: &[Arc<Self>]) -> Vec<Hold<'_>> {
-        let holds: Vec<_> =
-            locals.iter().map(|local| Hold { local, state: local.state.lock() }).collect();
-        // SAFETY: a gate outlives its local's attachment, and `attached` is read under the lock that
-        // detaching takes.
-        let gates = holds.iter().filter(|h| h.state.attached).map(|h| unsafe { &*h.local.gate });
-        revoke_all(gates, empty());
+    pub(crate) fn hold_all(locals: &[Arc<Self>]) -> Holds<'_> {
+        locals.iter().for_each(|local| local.state.lock().keep());
+        let holds = Holds { locals };
+        let attached = |hold: ManuallyDrop<Hold<'_>>| {
+            // SAFETY: a gate outlives its local's attachment, and `attached` is read under the lock that
+            // detaching takes.
+            hold.state.attached.then(|| unsafe { &*hold.local.gate })
+        };
+        revoke_all(holds.each().filter_map(attached), empty());
         holds
+    }
+}
+
+/// The right to the magazines of several threads. Takes no memory for it.
+pub(crate) struct Holds<'a> {
+    locals: &'a [Arc<Local>],
+}
+
+impl Holds<'_> {
+    /// Each thread's. Not more than one of a thread may be there at a time, lest there be two references to its
+    /// state; each is let go of without releasing anything.
+    fn each(&self) -> impl Iterator<Item = ManuallyDrop<Hold<'_>>> + Clone {
+        // SAFETY: all are locked, by this thread: a hold stays on its thread (its guards do). They are released once,
+        // in `drop`.
+        let hold = |local| unsafe { ManuallyDrop::new(Hold::kept(local)) };
+        self.locals.iter().map(move |local| hold(local))
+    }
+
+    pub(crate) fn for_each(&mut self, mut f: impl FnMut(&mut Hold<'_>)) {
+        self.each().for_each(|mut hold| f(&mut hold));
+    }
+}
+
+impl Drop for Holds<'_> {
+    fn drop(&mut self) {
+        // SAFETY: locked by this thread, and released here alone.
+        self.locals.iter().for_each(|local| drop(unsafe { Hold::kept(local) }));
     }
 }
 
@@ -399,6 +439,15 @@ impl Local {
 pub(crate) struct Hold<'a> {
     local: &'a Local,
     state: MutexGuard<'a, LocalState>,
+}
+
+impl<'a> Hold<'a> {
+    /// # Safety
+    /// This thread has locked the state and kept the guard back; once for each time.
+    unsafe fn kept(local: &'a Local) -> Self {
+        // SAFETY: passed on.
+        Self { local, state: unsafe { local.state.kept() } }
+    }
 }
 
 impl Hold<'_> {
@@ -468,9 +517,19 @@ impl Hold<'_> {
         true
     }
 
-    /// Makes room in the loaded magazine. `Some` is a full magazine that the depot did not want: the
-    /// caller empties it into the slabs and puts it by as empty.
-    pub(crate) fn make_room(&mut self, depot: &Depot, class: usize) -> Option<Magazine> {
+    /// Whether the class has no loaded magazine yet.
+    pub(crate) fn lacks(&self, class: usize) -> bool {
+        self.mag(class).end.get().is_null()
+    }
+
+    /// Makes room in the loaded magazine, with `empty` in its place if need be. `Some` is a full magazine that the
+    /// depot did not want: the caller empties it into the slabs and puts it by as empty.
+    pub(crate) fn make_room(
+        &mut self,
+        depot: &Depot,
+        class: usize,
+        empty: Magazine,
+    ) -> Option<Magazine> {
         // What goes out with a magazine may be what was brought.
         self.state.brought[class] = 0;
         let before = self.cap(depot, class);
@@ -479,6 +538,7 @@ impl Hold<'_> {
         if cap > before {
             mag.widen(depot, cap);
             if mag.room() > 0 {
+                depot.put_empty(class, empty);
                 return None;
             }
         }
@@ -486,27 +546,31 @@ impl Hold<'_> {
         match mag.previous_len(depot) {
             Some(n) if n < cap => {
                 mag.swap(depot, cap);
+                depot.put_empty(class, empty);
                 return None;
             }
             Some(_) => surplus = mag.previous.take().and_then(|m| depot.put_full(class, m).err()),
             None => {}
         }
         mag.previous.set(mag.unload(depot));
-        mag.load(depot, depot.get_empty(class), cap);
+        mag.load(depot, empty, cap);
         surplus
     }
 
-    /// Fills the loaded magazine through `fill`, which is told how many blocks there is room for.
+    /// Fills the loaded magazine, which is `empty` if there is none, through `fill`, which is told how many blocks
+    /// there is room for. Without any, nothing is brought.
     pub(crate) fn fill(
         &mut self,
         depot: &Depot,
         class: usize,
+        empty: &mut Option<Magazine>,
         fill: impl FnOnce(usize, &mut dyn FnMut(Entry)),
     ) {
         let cap = self.cap(depot, class);
         let mag = self.mag(class);
         if mag.end.get().is_null() {
-            mag.load(depot, depot.get_empty(class), cap);
+            let Some(m) = empty.take().or_else(|| depot.get_empty(class)) else { return };
+            mag.load(depot, m, cap);
         }
         let before = mag.len();
         fill(mag.room(), &mut |entry| {

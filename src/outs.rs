@@ -9,10 +9,10 @@
 use std::{
     alloc::{self, Layout},
     io,
-    ptr::NonNull,
+    ptr::{self, NonNull},
     sync::atomic::{
         AtomicPtr,
-        Ordering::{Acquire, Release},
+        Ordering::{AcqRel, Acquire},
     },
 };
 
@@ -21,7 +21,7 @@ use crate::{
     mark::Mark,
     page_map::PageMap,
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
-    sync::{Mutex, unlikely},
+    sync::unlikely,
     sys::table::{self, Zeroable, ZeroedTable},
 };
 
@@ -47,8 +47,7 @@ pub(crate) struct Outs {
     near: ZeroedTable<Mark>,
     far: ZeroedTable<Part>,
     /// The same parts, to own them, and in a leak checker's reach. Boxed, since `far` knows their addresses.
-    #[allow(clippy::vec_box)]
-    parts: Mutex<Vec<Box<[Mark; MARKS]>>>,
+    parts: boxcar::Vec<Box<[Mark; MARKS]>>,
 }
 
 impl Outs {
@@ -62,7 +61,7 @@ impl Outs {
             len: pages << PAGE_SHIFT,
             near,
             far,
-            parts: Mutex::new(Vec::new()),
+            parts: boxcar::Vec::new(),
         })
     }
 
@@ -164,11 +163,6 @@ impl Outs {
 
     /// The part that an offset is in, made if need be.
     fn make_part(&self, offset: usize) -> &[Mark; MARKS] {
-        let mut parts = self.parts.lock();
-        // Another thread may have been faster.
-        if let Some(marks) = self.part(offset) {
-            return marks;
-        }
         let layout = Layout::new::<[Mark; MARKS]>();
         // SAFETY: the layout is not of size zero.
         let made = unsafe { alloc::alloc_zeroed(layout) }.cast::<[Mark; MARKS]>();
@@ -180,16 +174,22 @@ impl Outs {
         // mark (`Zeroable`).
         let part = unsafe { Box::from_raw(made) };
         let marks = (&raw const *part).cast_mut();
-        parts.push(part);
-        self.far[(offset >> PAGE_SHIFT) / PART].0.store(marks, Release);
-        // SAFETY: owned by `parts` from now on, which gives none away before `self` goes.
-        unsafe { &*marks }
+        let far = &self.far[(offset >> PAGE_SHIFT) / PART].0;
+        // Release pairs with the loads in `part`. Acquire: another thread may have been faster.
+        match far.compare_exchange(ptr::null_mut(), marks, AcqRel, Acquire) {
+            Ok(_) => {
+                self.parts.push(part);
+                // SAFETY: owned by `parts` from now on, which gives none away before `self` goes.
+                unsafe { &*marks }
+            }
+            // SAFETY: as in `part`.
+            Err(theirs) => unsafe { &*theirs },
+        }
     }
 
     /// Bytes of the tables that are in memory.
     pub(crate) fn table_bytes(&self) -> usize {
-        let parts = self.parts.lock();
-        let marks = parts.iter().map(|part| table::resident_bytes(&part[..]));
+        let marks = self.parts.iter().map(|(_, part)| table::resident_bytes(&part[..]));
         self.near.resident_bytes() + self.far.resident_bytes() + marks.sum::<usize>()
     }
 }

@@ -3,7 +3,7 @@
 
 use std::{fmt, path::PathBuf};
 
-use crate::error::{BuildError, Bytes};
+use crate::error::{BuildError, Bytes, Limit};
 
 /// Something that stands, or may stand, in the way of a pool.
 ///
@@ -192,8 +192,8 @@ impl Problem {
                  {} hard, and the process lacks CAP_IPC_LOCK in the initial user namespace",
                 Bytes(*asked),
                 Bytes(*pinned),
-                Bytes(*soft),
-                Bytes(*hard)
+                Limit(*soft),
+                Limit(*hard)
             ),
             Self::TooManyArenas { device, arenas, arena_size, max_mr } => format!(
                 "{arenas} arenas of {} need {arenas} memory regions, {device} holds {max_mr} in all (max_mr)",

@@ -33,6 +33,13 @@ pub(crate) fn enter() -> Mark {
     Mark { _thread: PhantomData }
 }
 
+impl Mark {
+    /// A mark that was forgotten.
+    pub(crate) fn kept() -> Self {
+        Self { _thread: PhantomData }
+    }
+}
+
 impl Drop for Mark {
     #[inline]
     fn drop(&mut self) {

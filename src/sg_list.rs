@@ -43,7 +43,7 @@ pub struct SgList<'a, const N: usize> {
 }
 
 /// Why a buffer was not added. The list is unchanged.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SgListError {
     /// The list has no room.
@@ -73,6 +73,8 @@ pub enum SgListError {
         have: usize,
     },
 }
+
+crate::error::message_in_debug!(SgListError);
 
 impl<'a, const N: usize> SgList<'a, N> {
     /// Makes an empty list.

@@ -6,7 +6,7 @@
 //!        0    tag    plane   far   page    generation
 //! ```
 //!
-//! *tag*: the pool's, different from that of all others alive (up to 511). *page*: the one that the block
+//! *tag*: the pool's, different from that of all others alive (up to 510). *page*: the one that the block
 //! starts in, *plane*: how far into it, in units of 64 bytes. *far*: which table has its record. *generation*:
 //! the flight's ([`Record`]). The top bit stays the user's.
 //!
@@ -19,10 +19,10 @@
 use std::{
     alloc::{self, Layout},
     io,
-    ptr::NonNull,
+    ptr::{self, NonNull},
     sync::atomic::{
         AtomicPtr, AtomicU64,
-        Ordering::{Acquire, Relaxed, Release},
+        Ordering::{AcqRel, Acquire, Relaxed, Release},
     },
     time::Duration,
 };
@@ -33,7 +33,7 @@ use crate::{
     page_map::PageMap,
     record::{Cargo, Record},
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
-    sync::{Mutex, unlikely},
+    sync::unlikely,
     sys::{
         table::{self, Zeroable, ZeroedTable},
         tick::{self, Epoch},
@@ -108,8 +108,7 @@ pub(crate) struct Tokens {
     /// By 2 MiB; null where no record was ever needed.
     far: ZeroedTable<AtomicPtr<Part>>,
     /// The same parts, to own them. Boxed, since `far` knows their addresses.
-    #[allow(clippy::vec_box)]
-    parts: Mutex<Vec<Box<Part>>>,
+    parts: boxcar::Vec<Box<Part>>,
     epoch: Epoch,
     tag: Tag,
 }
@@ -176,7 +175,7 @@ impl Tokens {
             pages: (pages as u64).min(PAGES),
             near: ZeroedTable::new(pages)?,
             far: ZeroedTable::new(pages.div_ceil(PART))?,
-            parts: Mutex::new(Vec::new()),
+            parts: boxcar::Vec::new(),
             epoch: Epoch::now(),
             tag,
         })
@@ -352,16 +351,18 @@ impl Tokens {
 
     #[cold]
     fn make_part(&self, page: usize) -> &Part {
-        let mut parts = self.parts.lock();
-        // Another thread may have been faster.
-        if let Some(part) = self.part(page) {
-            return part;
-        }
         let part = Box::new(Part::new());
-        self.far[page / PART].store((&raw const *part).cast_mut(), Release);
-        parts.push(part);
-        // SAFETY: owned by `parts` from now on, as in `part`.
-        unsafe { &*self.far[page / PART].load(Relaxed) }
+        let made = (&raw const *part).cast_mut();
+        // Release pairs with the load in `part`. Acquire: another thread may have been faster.
+        match self.far[page / PART].compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
+            Ok(_) => {
+                self.parts.push(part);
+                // SAFETY: owned by `parts` from now on, as in `part`.
+                unsafe { &*made }
+            }
+            // SAFETY: as in `part`.
+            Err(theirs) => unsafe { &*theirs },
+        }
     }
 
     /// The record in the far table, made if need be.
@@ -408,8 +409,7 @@ impl Tokens {
 
     /// Bytes of the tables that are in memory.
     pub(crate) fn table_bytes(&self) -> usize {
-        let parts = self.parts.lock();
-        let far = parts.iter().map(|part| table::resident_bytes(&part.records));
+        let far = self.parts.iter().map(|(_, part)| table::resident_bytes(&part.records));
         self.near.resident_bytes() + self.far.resident_bytes() + far.sum::<usize>()
     }
 }
@@ -420,6 +420,10 @@ struct Tag(u16);
 
 /// Pools beyond the tags share this one, and then do not know each other's tokens.
 const SHARED: u16 = (1 << TAG_BITS) - 1;
+/// No pool has this one.
+const NO_POOLS: u16 = SHARED - 1;
+/// The upper 16 bits of numbers that no pool's token ever is.
+pub(crate) const NO_TOKENS: u16 = NO_POOLS << (TAG_AT - 48);
 
 static TAGS: [AtomicU64; (1 << TAG_BITS) / 64] =
     [const { AtomicU64::new(0) }; (1 << TAG_BITS) / 64];
@@ -428,8 +432,8 @@ impl Tag {
     /// Takes a tag that no living pool has, and that was not given back a moment ago.
     fn take() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        for _ in 0..SHARED {
-            let tag = (NEXT.fetch_add(1, Relaxed) % u64::from(SHARED)) as u16;
+        for _ in 0..NO_POOLS {
+            let tag = (NEXT.fetch_add(1, Relaxed) % u64::from(NO_POOLS)) as u16;
             let bit = 1 << (tag % 64);
             if TAGS[usize::from(tag / 64)].fetch_or(bit, Relaxed) & bit == 0 {
                 return Self(tag);

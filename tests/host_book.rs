@@ -1,5 +1,5 @@
 //! The chapter on troubleshooting and the errors. Proves: each variant of each public error has an entry, under
-//! a heading that is what it prints; no entry is for a message that nothing prints.
+//! a heading that is what it prints, as `Display` and as `Debug`; no entry is for a message that nothing prints.
 #![cfg(all(
     feature = "fault",
     feature = "loopback",
@@ -10,7 +10,13 @@
 ))]
 #![allow(clippy::unwrap_used)]
 
-use std::{collections::BTreeSet, fmt::Display, fs, io, path::Path, time::Duration};
+use std::{
+    collections::BTreeSet,
+    fmt::{Debug, Display},
+    fs, io,
+    path::Path,
+    time::Duration,
+};
 
 use pinpool::{
     Access, AdoptError, AllocError, AttachError, Buf, BuildError, CloseError, Device,
@@ -96,8 +102,13 @@ struct Samples(Vec<(String, String)>);
 
 impl Samples {
     /// An expression that makes an error, by the name before its fields.
-    fn add(&mut self, expression: &str, error: &dyn Display) {
+    fn add<E: Display + Debug>(&mut self, expression: &str, error: &E) {
         let name = expression.split([' ', '(', '{', '\n']).next().unwrap_or_default();
+        // `unwrap`, `expect` and a `main` that returns an error print its `Debug`.
+        let its = std::any::type_name::<E>();
+        if !["Problem", "Exhausted", "PostError", "AttachError"].iter().any(|t| its.contains(t)) {
+            assert_eq!(format!("{error:?}"), error.to_string(), "{name}");
+        }
         // A type that needs its parameter is spelt with it.
         let name = name.replace("::<io::Error>", "");
         self.0.push((name, error.to_string()));

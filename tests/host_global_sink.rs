@@ -2,15 +2,19 @@
 //! allocator, those from the middle of the pool's slow paths too, makes strings and vectors, all of
 //! which come back to the global allocator. Proves: no recursion, no deadlock, nothing lost.
 #![cfg(all(feature = "global", feature = "fault"))]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 mod common;
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
+    backtrace::Backtrace,
     cell::Cell,
     mem,
-    sync::Mutex,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+    },
     thread,
 };
 
@@ -20,6 +24,12 @@ use pinpool::PinnedAlloc;
 thread_local! {
     static LOGGING: Cell<bool> = const { Cell::new(false) };
 }
+
+/// Set while there is nothing but allocs, frees, trims and looks at the books: building and closing a pool takes memory
+/// under locks that those do not wait for.
+static WATCHING: AtomicBool = AtomicBool::new(false);
+/// Calls of the wrapped allocator that came from under a lock of the pool's.
+static FOUND: AtomicUsize = AtomicUsize::new(0);
 
 static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
@@ -33,24 +43,20 @@ impl Logging {
         }
         // Long enough to be served by the pool, when this is not the middle of it.
         let line = format!("{what:>1000} {size}");
-        // Nothing is allocated or freed under the sink's own lock: who calls the global allocator with a lock held,
-        // from within an allocator that it is over, has two locks in two orders.
-        let rest = {
-            let mut log = LOG.lock().unwrap_or_else(|e| e.into_inner());
-            if log.len() < log.capacity() {
-                log.push(line);
-                None
-            } else {
-                Some(line)
-            }
-        };
-        if let Some(line) = rest {
-            let mut fresh = Vec::with_capacity(500);
-            fresh.push(line);
-            let old = mem::replace(&mut *LOG.lock().unwrap_or_else(|e| e.into_inner()), fresh);
-            // Frees many of the pool's blocks at once, also in its middle.
-            drop(old);
+        let held = pinpool::locks_held();
+        if held > 0 && WATCHING.load(Relaxed) && FOUND.fetch_add(1, Relaxed) < 5 {
+            eprintln!("{what} under {held} locks of the pool:\n{}", Backtrace::force_capture());
         }
+        // Allocates and frees under a lock of its own, which is only sound since the wrapped allocator is never
+        // called under one of the pool's.
+        let mut log = LOG.lock().unwrap_or_else(|e| e.into_inner());
+        if log.len() >= 500 {
+            // Frees many of the pool's blocks at once, also in its middle.
+            log.clear();
+            log.shrink_to_fit();
+        }
+        log.push(line);
+        drop(log);
         LOGGING.set(false);
     }
 }
@@ -77,6 +83,7 @@ static ALLOC: PinnedAlloc<Logging> = PinnedAlloc::over(Logging).sizes(256..=usiz
 fn a_sink_that_allocates_neither_recurses_nor_loses() {
     let pool = soft(16 << 20).build().unwrap();
     ALLOC.attach(&pool).unwrap();
+    WATCHING.store(true, Relaxed);
     let threads: Vec<_> = (0..4u64)
         .map(|seed| {
             let pool = pool.clone();
@@ -101,6 +108,8 @@ fn a_sink_that_allocates_neither_recurses_nor_loses() {
         })
         .collect();
     threads.into_iter().for_each(|t| t.join().unwrap());
+    WATCHING.store(false, Relaxed);
+    assert_eq!(FOUND.load(Relaxed), 0, "see above");
     let log = mem::take(&mut *LOG.lock().unwrap());
     assert!(log.iter().any(|line| line.contains("alloc")));
     assert!(log.iter().any(|line| ALLOC.keys_of(line.as_ptr()).is_some()));

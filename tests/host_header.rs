@@ -12,7 +12,7 @@ fn the_header_is_current() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).unwrap();
     let mut builder = cbindgen::Builder::new().with_config(config);
-    for file in ["fail", "options", "pool", "buffer", "share", "token", "report"] {
+    for file in ["fail", "options", "pool", "buffer", "share", "token", "watch", "report"] {
         builder = builder.with_src(root.join(format!("src/adapters/capi/{file}.rs")));
     }
     let mut made = Vec::new();

@@ -332,3 +332,21 @@ fn a_panic_with_a_lease_ends_it() {
     assert!(write(&device, to.expect("leased"), 0, &[1]).is_err());
     assert_eq!(pool.stats().live, 0);
 }
+
+/// Whoever polls a queue for leases and tokens alike asks `is_mine` of each `wr_id`: a token must never be taken for
+/// a lease's, whichever pool of the process it is of, and wherever its block lies.
+#[test]
+fn no_token_of_any_pool_is_taken_for_a_leases_request() {
+    let device = Device::soft();
+    let qp = LeaseQp::soft(&device).expect("windows");
+    for n in 0..600 {
+        let builder = Pool::builder().device(device.clone()).capacity(64 << 10);
+        let pool = builder.pages(Pages::Base).build().expect("build");
+        // One at each of a page's 64 places.
+        let tokens: Vec<_> = (0..64).map(|_| pool.alloc(1).expect("room").into_token()).collect();
+        for token in tokens {
+            assert!(!qp.is_mine(token), "{token:#x} of pool {n}");
+            drop(pool.from_token(token).expect("in flight"));
+        }
+    }
+}

@@ -144,18 +144,23 @@ fn only_what_nobody_serves_is_replaced() {
     let (pool, path) = (pool(), path("stale"));
     let too_long = "x".repeat(200);
     assert_eq!(pool.serve_map(&too_long).unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
-    assert!(pool.serve_map("/no/such/folder/x.sock").is_err());
+    let nowhere = pool.serve_map("/no/such/folder/x.sock").unwrap_err();
+    assert_eq!(nowhere.kind(), std::io::ErrorKind::NotFound);
+    assert!(nowhere.to_string().contains("/no/such/folder/x.sock"), "{nowhere}");
     // Left by a process that is no more.
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let top = pool.serve_map(&path).unwrap();
     let second = pool.serve_map(&path).unwrap_err();
     assert_eq!(second.kind(), std::io::ErrorKind::AddrInUse);
+    let text = second.to_string();
+    assert!(text.contains(path.to_str().unwrap()) && text.contains("served already"), "{text}");
     assert!(ask(&path, b"text\n").contains("registered"), "and the first goes on");
     // Somebody put another thing in its place: that stays.
     fs::remove_file(&path).unwrap();
     fs::write(&path, "mine").unwrap();
-    assert!(pool.serve_map(&path).is_err());
+    let text = pool.serve_map(&path).unwrap_err().to_string();
+    assert!(text.contains("no socket"), "{text}");
     drop(top);
     assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
     fs::remove_file(&path).unwrap();

@@ -42,7 +42,7 @@ const HEADER: usize = 4;
 const BATCH: usize = 64 << 10;
 
 /// Why a message could not be read or written.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
     /// The connection failed.
@@ -66,6 +66,8 @@ pub enum FrameError {
     #[error(transparent)]
     Alloc(#[from] AllocError),
 }
+
+crate::error::message_in_debug!(FrameError);
 
 /// Reads messages into a pool.
 ///

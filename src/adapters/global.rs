@@ -127,9 +127,10 @@ impl Default for PinnedAlloc {
 impl<G> PinnedAlloc<G> {
     /// Makes an allocator over another one, for sizes of 4 KiB and above.
     ///
-    /// The other one may call the global allocator, and so this, for instance to log; but not while it holds a
-    /// lock that it needs when it is called: some of the pool's own tables come from it, and are made under
-    /// locks of the pool's.
+    /// The other one may call the global allocator, and so this, for instance to log, and may hold locks of its own
+    /// meanwhile: it is not called under a lock that this waits for. With two exceptions, for which it must hold
+    /// none: pools with [guards](crate::Builder::guards) or [tracking](crate::Builder::track), and while somebody
+    /// waits for a buffer of the pool ([`Pool::alloc_wait`] and its kin).
     pub const fn over(wrapped: G) -> Self {
         Self {
             wrapped,

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Why bytes are no view of a type.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PodError {
     /// The bytes do not begin at a multiple of the type's alignment.
@@ -53,6 +53,8 @@ pub enum PodError {
     #[error(transparent)]
     Alloc(#[from] AllocError),
 }
+
+crate::error::message_in_debug!(PodError);
 
 fn explain<T>(bytes: &[u8], error: PodCastError) -> PodError {
     let ty = std::any::type_name::<T>();

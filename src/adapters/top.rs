@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 use crate::{
     pool::{Pool, PoolMap},
     stats::{Books, CacheStats},
-    sys::{limits, private_socket},
+    sys::{limits, private_socket, signals},
 };
 
 /// How long one connection may take.
@@ -62,11 +62,11 @@ impl<R: 'static> Pool<R> {
     /// ```
     ///
     /// # Errors
-    /// `AddrInUse` if something is at that path and answers, or is no socket; what the system says if there can be no
-    /// socket or no thread.
+    /// `AddrInUse` if something is at that path and answers, or is no socket; what the system says, of that kind and
+    /// with the path, if there can be no socket or no thread.
     pub fn serve_map(&self, path: impl AsRef<Path>) -> io::Result<TopServer> {
         let path = path.as_ref();
-        let listener = Arc::new(listen(path)?);
+        let listener = Arc::new(listen(path).map_err(|e| at(path, &e))?);
         let mut server = TopServer {
             listener: listener.clone(),
             stop: Arc::new(AtomicBool::new(false)),
@@ -93,12 +93,30 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
     }
 }
 
+/// The same error, with what was to be and where.
+fn at(path: &Path, error: &io::Error) -> io::Error {
+    let why = match error.kind() {
+        ErrorKind::AddrInUse
+            if fs::symlink_metadata(path).is_ok_and(|m| !m.file_type().is_socket()) =>
+        {
+            "something that is no socket is there: choose another path".to_owned()
+        }
+        ErrorKind::AddrInUse => {
+            "a socket is there that is served already: choose another path".to_owned()
+        }
+        ErrorKind::NotFound => format!("its directory does not exist: {error}"),
+        _ => error.to_string(),
+    };
+    io::Error::new(error.kind(), format!("no map can be served at {}: {why}", path.display()))
+}
+
 fn is_dead(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket())
         && UnixStream::connect(path).is_err_and(|e| e.kind() == ErrorKind::ConnectionRefused)
 }
 
 fn serve<R>(listener: &UnixListener, pool: &Pool<R>, stop: &AtomicBool) {
+    signals::block_all();
     while !stop.load(Relaxed) {
         match listener.accept() {
             Ok((stream, _)) => {

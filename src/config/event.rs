@@ -2,13 +2,14 @@
 //! whoever tells it.
 
 use std::{
+    fmt,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use crate::{
     damage::Damage,
-    error::{BuildError, Exhausted, RegisterError},
+    error::{BuildError, Bytes, Exhausted, RegisterError},
     outstanding::Outstanding,
     pool::Pool,
 };
@@ -138,6 +139,65 @@ impl Event<'_> {
     }
 }
 
+/// One line for a log, with the numbers; two or more where an error or a report in it has as many.
+impl fmt::Display for Event<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = |n: usize| Bytes(n as u64);
+        match *self {
+            Self::DeregisterFailed { addr, len, error } => {
+                write!(
+                    f,
+                    "{} at {addr:#x} stay registered and mapped for ever: {error}",
+                    bytes(len)
+                )
+            }
+            Self::UnmapFailed { addr, len, error } => {
+                write!(f, "{} at {addr:#x} stay mapped for ever: {error}", bytes(len))
+            }
+            Self::HugepagesMissing { arena, len, page_size, free_pages } => {
+                let page = bytes(page_size);
+                write!(
+                    f,
+                    "arena {arena} of {} is on base pages, for want of hugepages of {page}",
+                    bytes(len)
+                )?;
+                free_pages.map_or(Ok(()), |free| write!(f, ": {free} were free"))
+            }
+            Self::GrowthFailed { len, capacity, max_capacity, failures, retry_after, error } => {
+                let (len, capacity, max) = (bytes(len), bytes(capacity), bytes(max_capacity));
+                write!(
+                    f,
+                    "the pool of {capacity} (at most {max}) could not grow by {len}, {failures} times in a row; "
+                )?;
+                write!(f, "next try after {retry_after:?}: {error}")
+            }
+            Self::WrittenAfterFree(damage) => write!(f, "written after free: {damage}"),
+            Self::WrittenBeyondEnd(damage) => write!(f, "written beyond the end: {damage}"),
+            Self::StillOut(out) => write!(f, "the last handle goes while buffers are out: {out}"),
+            Self::Built { arenas, capacity, took } => {
+                write!(
+                    f,
+                    "the pool was built: {} in {arenas} arenas, in {took:.1?}",
+                    bytes(capacity)
+                )
+            }
+            Self::BuildFailed { error } => write!(f, "the pool could not be built: {error}"),
+            Self::Grew { len, capacity, took } => {
+                write!(f, "the pool grew by {} to {}, in {took:.1?}", bytes(len), bytes(capacity))
+            }
+            Self::Shrank { len, capacity } => {
+                write!(f, "the pool gave {} back and has {}", bytes(len), bytes(capacity))
+            }
+            Self::Exhausted { books, refused } => {
+                write!(f, "{refused} refused since this was last told: {books}")
+            }
+            Self::TakenDown { arenas, bytes: n } => {
+                write!(f, "{arenas} arenas were taken down: {}", bytes(n))
+            }
+        }
+    }
+}
+
 pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
 
 /// Tells the hook, if there is one. It may be called from `Drop`, which never panics (P4).
@@ -163,4 +223,38 @@ pub(crate) fn tell_built<R>(
         Err(error) => tell(hook, &Event::BuildFailed { error }),
     }
     built
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// A hook that prints what it is told prints numbers and reasons, not the names of fields.
+    #[test]
+    fn an_event_prints_as_a_line_with_its_numbers() {
+        let error = BuildError::Thread { source: std::io::Error::from_raw_os_error(11) };
+        let event = Event::GrowthFailed {
+            len: 1 << 20,
+            capacity: 4 << 20,
+            max_capacity: 8 << 20,
+            failures: 3,
+            retry_after: Duration::from_secs(2),
+            error: &error,
+        };
+        let line = event.to_string();
+        for part in ["1 MiB", "4 MiB", "8 MiB", "3 times", "2s", &error.to_string()] {
+            assert!(line.contains(part), "{part:?} in {line:?}");
+        }
+        let missing = Event::HugepagesMissing {
+            arena: 1,
+            len: 4 << 20,
+            page_size: 2 << 20,
+            free_pages: Some(0),
+        };
+        let line = missing.to_string();
+        assert_eq!(
+            line,
+            "arena 1 of 4 MiB is on base pages, for want of hugepages of 2 MiB: 0 were free"
+        );
+    }
 }

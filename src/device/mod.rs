@@ -175,6 +175,8 @@ pub unsafe trait Registrar: Send + Sync + 'static {
 pub struct Device {
     registrar: Arc<dyn Registrar>,
     kind: Kind,
+    /// Where the registrar is. Kept, for finding that out of a pointer to something unsized takes a look at its table.
+    id: usize,
 }
 
 #[derive(Clone)]
@@ -186,17 +188,22 @@ enum Kind {
 }
 
 impl Device {
+    fn new(registrar: Arc<dyn Registrar>, kind: Kind) -> Self {
+        let id = Arc::as_ptr(&registrar).addr();
+        Self { registrar, kind, id }
+    }
+
     /// Makes a software device: it registers memory of this process, pins it with `mlock` and serves
     /// reads and writes through its keys, checking range and rights. For tests and for machines
     /// without RDMA; never chosen unless asked for.
     pub fn soft() -> Self {
         let soft = Arc::new(SoftDevice::new());
-        Self { registrar: soft.clone(), kind: Kind::Soft(soft) }
+        Self::new(soft.clone(), Kind::Soft(soft))
     }
 
     /// Puts any [`Registrar`] behind a device.
     pub fn custom(registrar: impl Registrar) -> Self {
-        Self { registrar: Arc::new(registrar), kind: Kind::Custom }
+        Self::new(Arc::new(registrar), Kind::Custom)
     }
 
     /// Describes the device.
@@ -221,7 +228,7 @@ impl Device {
     /// A number that no other device has while this one lives; never 0.
     #[inline]
     pub(crate) fn id(&self) -> usize {
-        Arc::as_ptr(&self.registrar).cast::<()>() as usize
+        self.id
     }
 
     pub(crate) fn registrar(&self) -> &Arc<dyn Registrar> {

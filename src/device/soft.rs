@@ -87,7 +87,7 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 /// Why the software device refused a peer's access.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SoftError {
     /// The key names no region.
@@ -117,6 +117,8 @@ pub enum SoftError {
     #[error("atomic at {0:#x}, which is not a multiple of 8")]
     Misaligned(u64),
 }
+
+crate::error::message_in_debug!(SoftError);
 
 impl SoftDevice {
     pub(super) fn new() -> Self {

@@ -300,7 +300,7 @@ impl Device {
 impl From<VerbsDevice> for Device {
     fn from(device: VerbsDevice) -> Self {
         let device = Arc::new(device);
-        Self { registrar: device.clone(), kind: Kind::Verbs(device) }
+        Self::new(device.clone(), Kind::Verbs(device))
     }
 }
 

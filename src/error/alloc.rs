@@ -5,7 +5,7 @@ use std::fmt;
 use super::Bytes;
 
 /// Why a buffer could not be had.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// No buffer of any pool like this one can be that large.
@@ -72,6 +72,8 @@ pub enum AllocError {
         this: u32,
     },
 }
+
+message_in_debug!(AllocError);
 
 /// The books at the moment when a pool had nothing left.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]

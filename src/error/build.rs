@@ -2,14 +2,14 @@
 
 use std::io;
 
-use super::{AdoptError, Bytes, ExportError, RegisterError};
+use super::{AdoptError, Bytes, ExportError, Limit, RegisterError};
 use crate::{
     access::Access,
     problem::{self, Problem},
 };
 
 /// Why a pool could not be built. Whatever had been done by then is undone.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
     /// The builder was given no device.
@@ -88,8 +88,10 @@ pub enum BuildError {
     },
     /// A share cannot be as it was asked for.
     #[error(
-        "share {name:?} of access class {class:?}: {problem} ({} asked, {} not reserved yet)",
-        Bytes(*asked as u64), Bytes(*free as u64)
+        "share {name:?} of access class {class:?}: {problem}{}",
+        if *asked == 0 { String::new() } else {
+            format!(" ({} asked, {} not reserved yet)", Bytes(*asked as u64), Bytes(*free as u64))
+        }
     )]
     Share {
         /// Its name.
@@ -145,7 +147,7 @@ pub enum BuildError {
         "pinning {} more exceeds the locked-memory limit: {} of it is in use, RLIMIT_MEMLOCK is {} soft, {} hard, \
          and the process lacks CAP_IPC_LOCK in the initial user namespace. Raise it: `ulimit -l unlimited`, \
          `LimitMEMLOCK=infinity` in a systemd unit, or a memlock line in /etc/security/limits.conf",
-        Bytes(*asked), Bytes(*pinned), Bytes(*soft), Bytes(*hard)
+        Bytes(*asked), Bytes(*pinned), Limit(*soft), Limit(*hard)
     )]
     Memlock {
         /// Bytes that this pool would pin.
@@ -237,6 +239,8 @@ pub enum BuildError {
         source: RegisterError,
     },
 }
+
+message_in_debug!(BuildError);
 
 fn sizes(sizes: &[usize]) -> String {
     let all: Vec<_> = sizes.iter().map(|&s| Bytes(s as u64).to_string()).collect();

@@ -6,13 +6,14 @@ use super::{BuildError, Bytes, list};
 use crate::access::Access;
 
 /// Why a device could not be opened.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
     /// No verbs device at all.
     #[error(
         "this machine has no RDMA device; load a driver, add a soft one \
-         (`rdma link add rxe0 type rxe netdev <netdev>`), or ask for Device::soft() by name"
+         (`rdma link add rxe0 type rxe netdev <netdev>`), or ask for the software device \
+         by name (Device::soft(), in C \"soft\")"
     )]
     NoDevice,
     /// No verbs device of that name.
@@ -38,8 +39,10 @@ pub enum DeviceError {
     Null(&'static str),
 }
 
+message_in_debug!(DeviceError);
+
 /// Why a range could not be registered or deregistered.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum RegisterError {
     /// The device refused to register.
@@ -68,6 +71,8 @@ pub enum RegisterError {
     },
 }
 
+message_in_debug!(RegisterError);
+
 impl RegisterError {
     /// The errno that the device gave, if it gave one.
     pub fn raw_os_error(&self) -> Option<i32> {
@@ -80,7 +85,7 @@ impl RegisterError {
 }
 
 /// A device that a pool is not on.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the pool is not on this device ({device}); it is on: {}. A device is known by its handle: one opened \
      again, by the same name, is another",
@@ -94,8 +99,10 @@ pub struct UnknownDevice {
     pub known: Vec<String>,
 }
 
+message_in_debug!(UnknownDevice);
+
 /// Why a device was not added to a pool, or not wholly removed from it.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceChangeError {
     /// The pool is on that device already, or it is just being added.
@@ -148,3 +155,5 @@ pub enum DeviceChangeError {
         this: u32,
     },
 }
+
+message_in_debug!(DeviceChangeError);

@@ -4,7 +4,7 @@ use super::{Bytes, RegisterError, list};
 use crate::access::Access;
 
 /// Why there is no such access class or share, or not as the type that was asked for.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LookupError {
     /// No access class of that name.
@@ -41,8 +41,10 @@ pub enum LookupError {
     },
 }
 
+message_in_debug!(LookupError);
+
 /// Why a closed pool could not be torn down at once.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CloseError {
     /// Other handles of the pool, its classes or its shares exist; the last of them closes it.
@@ -77,3 +79,5 @@ pub enum CloseError {
         first: RegisterError,
     },
 }
+
+message_in_debug!(CloseError);

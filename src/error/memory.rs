@@ -6,7 +6,7 @@ use super::Bytes;
 
 /// Why a mapping that was lent with [`Builder::adopt`](crate::Builder::adopt) is refused. Nothing of it was
 /// changed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum AdoptError {
     /// No bytes.
@@ -107,6 +107,8 @@ pub enum AdoptError {
     Unknown(io::Error),
 }
 
+message_in_debug!(AdoptError);
+
 /// Names the whole pages inside a range, if there are any.
 fn whole_pages(addr: usize, len: usize, page: usize) -> String {
     let end = addr.saturating_add(len) / page * page;
@@ -117,7 +119,7 @@ fn whole_pages(addr: usize, len: usize, page: usize) -> String {
 }
 
 /// Why a pool's memory cannot be shared, or not be joined.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ExportError {
     /// The pool's memory is this process's alone.
@@ -198,3 +200,5 @@ pub enum ExportError {
         source: io::Error,
     },
 }
+
+message_in_debug!(ExportError);

@@ -1,7 +1,7 @@
 //! Why a raw pointer or a token was not taken back.
 
 /// Why a raw pointer was not taken back. Nothing was changed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FreeError {
     /// Null.
@@ -36,16 +36,20 @@ pub enum FreeError {
         /// Whether its class has a remote right.
         remote: bool,
     },
-    /// No raw buffer is out at that address: freed already, or still owned by a `Buf`.
-    #[error("{addr:#x} is not out as a raw buffer: freed twice, or still owned by a handle")]
+    /// No raw buffer is out at that address: freed already, in flight as a token, or still owned by a `Buf`.
+    #[error(
+        "{addr:#x} is not out as a raw buffer: freed twice, in flight as a token, or still owned by a handle"
+    )]
     NotOut {
         /// The pointer.
         addr: usize,
     },
 }
 
+message_in_debug!(FreeError);
+
 /// Why a token was not taken back. Nothing was changed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenError {
     /// Not of this pool.
@@ -100,3 +104,5 @@ pub enum TokenError {
         this: u32,
     },
 }
+
+message_in_debug!(TokenError);

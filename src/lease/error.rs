@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Why a lease could not be had, ended or exchanged.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum LeaseError {
     /// The device has no memory windows that could be used.
@@ -117,6 +117,8 @@ pub enum LeaseError {
     ForeignProcess,
 }
 
+crate::error::message_in_debug!(LeaseError);
+
 impl LeaseError {
     /// The same once more, for the next of several that failed together.
     pub(super) fn retold(&self) -> Self {
@@ -138,7 +140,7 @@ impl LeaseError {
 }
 
 /// A buffer was not leased.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error("{error}")]
 pub struct Refused<R: OneDevice = Any> {
     /// The buffer, untouched. `None` if the device may still let a peer reach it: it had begun, failed, and
@@ -150,10 +152,16 @@ pub struct Refused<R: OneDevice = Any> {
     pub error: LeaseError,
 }
 
+impl<R: OneDevice> fmt::Debug for Refused<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// A lease could neither be invalidated nor its window be given back, so its peer may still reach the
 /// buffer. That is kept out of use for ever, its arena stays registered, and it is counted, see
 /// [`leaked`](super::leaked).
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error(
     "the lease of {} at {addr:#x} could not be ended and the buffer is kept out of use: {invalidate}; then {dealloc}",
     Bytes(*len as u64)
@@ -170,8 +178,9 @@ pub struct RevokeError {
     pub dealloc: Box<LeaseError>,
 }
 
+crate::error::message_in_debug!(RevokeError);
+
 /// An exchange failed. The old lease has ended in any case.
-#[derive(Debug)]
 pub struct ExchangeError<R: OneDevice = Any> {
     /// The buffer whose lease was to end; `None` if it had to be kept out of use.
     pub ended: Option<Buf<R>>,
@@ -179,6 +188,12 @@ pub struct ExchangeError<R: OneDevice = Any> {
     pub next: Option<Buf<R>>,
     /// What failed.
     pub error: Box<LeaseError>,
+}
+
+impl<R: OneDevice> fmt::Debug for ExchangeError<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl<R: OneDevice> fmt::Display for ExchangeError<R> {

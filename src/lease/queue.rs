@@ -42,6 +42,7 @@ use super::{
 use crate::{
     device::{Device, LeaseSupport},
     sys::{fork, limits},
+    tokens::NO_TOKENS,
 };
 
 /// How leases use a queue pair. Change what differs from the default.
@@ -50,7 +51,8 @@ use crate::{
 pub struct QpOptions {
     /// How completions get here; [`Completions::Polled`] unless set.
     pub completions: Completions,
-    /// The upper 16 bits of the `wr_id`s of the leases' requests; 0x1ea5 unless set.
+    /// The upper 16 bits of the `wr_id`s of the leases' requests; 0x7f80 unless set, with which no token of a pool
+    /// begins. Another one must not be that of a token, nor of a number of your own, that completes on the same queue.
     pub tag: u16,
     /// How long a call waits for a completion; ten seconds unless set.
     pub timeout: Duration,
@@ -58,7 +60,11 @@ pub struct QpOptions {
 
 impl Default for QpOptions {
     fn default() -> Self {
-        Self { completions: Completions::default(), tag: 0x1ea5, timeout: Duration::from_secs(10) }
+        Self {
+            completions: Completions::default(),
+            tag: NO_TOKENS,
+            timeout: Duration::from_secs(10),
+        }
     }
 }
 

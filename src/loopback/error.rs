@@ -5,7 +5,7 @@ use std::{io, time::Duration};
 use super::Status;
 
 /// Why a pair could not be connected, or a transfer did not happen.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum LoopbackError {
     /// The device is not a verbs device.
@@ -62,6 +62,8 @@ pub enum LoopbackError {
     #[error("the queue pairs were stopped by an earlier error; call Pair::reset()")]
     Stopped,
 }
+
+crate::error::message_in_debug!(LoopbackError);
 
 impl LoopbackError {
     /// The completion status, if that is what the error is.

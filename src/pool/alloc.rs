@@ -15,7 +15,7 @@ use std::{
 use super::{Core, line::Need};
 use crate::{
     config::{self, Event},
-    depot::Magazine,
+    depot::{Depot, Magazine},
     error::{AllocError, Exhausted},
     guard::Caller,
     lock::Mutex,
@@ -62,6 +62,21 @@ impl Refused {
         };
         *told = Some((now, times));
         Some(times.saturating_sub(before))
+    }
+}
+
+/// An empty magazine at hand, put by in the end if it was not used.
+struct PutBy<'a> {
+    depot: &'a Depot,
+    class: usize,
+    empty: Option<Magazine>,
+}
+
+impl Drop for PutBy<'_> {
+    fn drop(&mut self) {
+        if let Some(m) = self.empty.take() {
+            self.depot.put_empty(self.class, m);
+        }
     }
 }
 
@@ -177,6 +192,19 @@ impl Core {
         let cached = thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
+            let mut empty = None;
+            if hold.lacks(class) {
+                empty = self.depot.get_empty(class);
+                if empty.is_none() {
+                    // Made without the lock.
+                    drop(hold);
+                    empty = Some(self.depot.make_empty(class));
+                    // SAFETY: as above.
+                    hold = unsafe { local.hold_as_owner() };
+                }
+            }
+            // Whatever becomes of it, it is put by if it was not used.
+            let empty = &mut PutBy { depot: &self.depot, class, empty };
             // While somebody waits nothing goes into caches. Asked under the lock that whoever emptied them
             // had before: see `waiters.rs`.
             if !hold.attached() || self.waiters.any() {
@@ -200,7 +228,7 @@ impl Core {
                             return None;
                         }
                     }
-                    hold.fill(&self.depot, class, |room, sink| {
+                    hold.fill(&self.depot, class, &mut empty.empty, |room, sink| {
                         self.slabs.take(class, self.refill(room), sink);
                     });
                 }
@@ -298,7 +326,7 @@ impl Core {
     pub(super) fn drain_caches(&self, locals: &[Arc<Local>], detach: bool) -> bool {
         let mut found = false;
         let mut holds = Local::hold_all(locals);
-        for hold in &mut holds {
+        holds.for_each(|hold| {
             hold.drain(&self.depot, |class, m| {
                 found = true;
                 self.empty_out(class, m);
@@ -306,7 +334,7 @@ impl Core {
             if detach {
                 hold.detach();
             }
-        }
+        });
         for class in 0..CLASSES {
             while let Some(m) = self.depot.get_full(class) {
                 found = true;

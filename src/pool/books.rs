@@ -15,10 +15,8 @@ impl Core {
         let mut sum = [0; CLASSES + 1];
         let registry = self.registry.lock();
         // Held until the depot is counted too: no magazine moves meanwhile.
-        let holds = Local::hold_all(&registry.locals);
-        for hold in &holds {
-            hold.count_into(&self.depot, &mut sum);
-        }
+        let mut holds = Local::hold_all(&registry.locals);
+        holds.for_each(|hold| hold.count_into(&self.depot, &mut sum));
         for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
             *sum += self.depot.blocks(class);
         }
@@ -39,8 +37,8 @@ impl Core {
         } else {
             let counts = self.slabs.counts();
             let cached = &self.cached();
-            let waited = self.waited.lock();
-            let waits = |class| waited.of(class);
+            let waited = self.waited.lock().counts();
+            let waits = |class: usize| waited[class];
             Stats::new(&counts, &Counted { cached, caches: &caches, waits: &waits })
         };
         stats.refused = self.refused.times();

@@ -35,7 +35,7 @@ use crate::{
     depot::{Depot, Limits},
     error::{BuildError, FreeError},
     guard::Guard,
-    lock::{Mutex, MutexGuard},
+    lock::Mutex,
     magazine::{Local, Place},
     outs::Outs,
     page_map::PageMap,
@@ -103,7 +103,7 @@ pub(crate) struct Core {
     /// A class's, as all that follows. Held while arenas come up and go, for as long as that takes: never by alloc, free or the books.
     pub(super) arenas: Mutex<Option<Arenas>>,
     /// What is told of them; a leaf, held for moments.
-    pub(super) shown: Mutex<Shown>,
+    pub(super) shown: Mutex<Arc<Shown>>,
     /// Keys by device, if there is more than one to be asked for.
     pub(super) rails: Option<RailTable>,
     pub(super) grower: Grower,
@@ -285,7 +285,7 @@ impl Core {
             slabs,
             posts: Posts::default(),
             waiters: Waiters::new(),
-            waited: Mutex::new(Waited::default()),
+            waited: Mutex::new(Waited::new()),
             refused: Refused::new(),
             registry: Mutex::new(Registry { closed: false, locals: Vec::new() }),
             scarce: AtomicU32::new(0),
@@ -295,7 +295,7 @@ impl Core {
             beyond,
             undrained: AtomicUsize::new(parts.undrained),
             reserved: parts.reserved,
-            shown: Mutex::new(Shown::default()),
+            shown: Mutex::new(Arc::default()),
             rails: parts.rails,
             grower: parts.grower,
             guard: watched.then(|| Arc::new(Guard::new(parts.watch, parts.hook))),
@@ -317,8 +317,9 @@ impl Core {
     }
 
     /// What is told of arenas and devices; `None` in a forked child whose copy was being written.
-    pub(super) fn shown(&self) -> Option<MutexGuard<'_, Shown>> {
-        if self.foreign() { self.shown.try_lock() } else { Some(self.shown.lock()) }
+    pub(super) fn shown(&self) -> Option<Arc<Shown>> {
+        let shown = if self.foreign() { self.shown.try_lock()? } else { self.shown.lock() };
+        Some(shown.clone())
     }
 
     /// A reference that keeps the core's memory while this thread is in a slow path, in which another

@@ -61,7 +61,7 @@ impl<R> Pool<R> {
     /// Any number may be passed, and is checked: a block's generation is counted up at each flight, so that a
     /// token that was used is refused, with certainty until its block has been in flight 32,768 times again;
     /// of several calls with one token, exactly one succeeds. Tokens of another pool are refused with
-    /// certainty as long as no more than 511 pools are alive (each class and each share of a pool counts as
+    /// certainty as long as no more than 510 pools are alive (each class and each share of a pool counts as
     /// one). A number that happens to be the token of a buffer in flight cannot be told from it.
     ///
     /// # Errors

@@ -78,22 +78,37 @@ impl Core {
         thread::with_local(self, |local| {
             // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
             let mut hold = unsafe { local.hold_as_owner() };
-            // Asked under the lock that whoever emptied the caches had before: see `waiters.rs`.
-            if !hold.attached() || self.waiters.any() {
-                return false;
-            }
-            self.stir();
-            if !hold.push(class, entry) {
-                if let Some(surplus) = hold.make_room(&self.depot, class) {
+            let mut made = None;
+            let done = loop {
+                // Asked under the lock that whoever emptied the caches had before: see `waiters.rs`.
+                if !hold.attached() || self.waiters.any() {
+                    break false;
+                }
+                self.stir();
+                if hold.push(class, entry) {
+                    break true;
+                }
+                let Some(empty) = made.take().or_else(|| self.depot.get_empty(class)) else {
+                    // Made without the lock; what was found before may be different then.
+                    drop(hold);
+                    made = Some(self.depot.make_empty(class));
+                    // SAFETY: as above.
+                    hold = unsafe { local.hold_as_owner() };
+                    continue;
+                };
+                if let Some(surplus) = hold.make_room(&self.depot, class, empty) {
                     self.empty_out(class, surplus);
                 }
                 let pushed = hold.push(class, entry);
                 debug_assert!(pushed, "room was just made");
-            }
-            if self.gated {
+                break true;
+            };
+            // Under the lock still: see above.
+            made.into_iter().for_each(|m| self.depot.put_empty(class, m));
+            if done && self.gated {
                 hold.publish();
             }
-            true
+            done
         })
         .unwrap_or(false)
     }

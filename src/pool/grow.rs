@@ -301,8 +301,9 @@ impl Core {
         if idle >= watermark {
             return false;
         }
-        // What is in quarantine stays there: that is what it is for, and the pool may grow.
-        let cached = self.cached().bytes() - self.guard_stats().quarantined;
+        // What is in quarantine stays there: that is what it is for, and the pool may grow. More may have come into it
+        // since the caches were counted.
+        let cached = self.cached().bytes().saturating_sub(self.guard_stats().quarantined);
         if idle + cached < watermark {
             return true;
         }
@@ -449,7 +450,10 @@ impl Core {
 
     /// Copies what is told of arenas and devices.
     pub(super) fn show(&self, arenas: &Arenas) {
-        self.shown.lock().copy(arenas);
+        let now = Arc::new(super::rails::Shown::of(arenas));
+        let before = std::mem::replace(&mut *self.shown.lock(), now);
+        // Without the lock.
+        drop(before);
     }
 }
 

@@ -28,25 +28,21 @@ pub(crate) struct Need {
 /// A block and its class.
 pub(crate) type Block = (Entry, usize);
 
-/// What waiting has come to, over a pool's life.
-#[derive(Default)]
-pub(super) struct Waited {
-    /// How often a request got in line, how long those that have left it stood there, by class: of those that
-    /// anybody waited for.
-    classes: Vec<(usize, WaitCounts)>,
-}
+/// What waiting has come to, over a pool's life: how often a request got in line, how long those that have left it
+/// stood there, by class. Whole from the start, for it is written under a lock.
+pub(super) struct Waited(Box<[WaitCounts; CLASSES + 1]>);
 
 impl Waited {
-    fn at(&mut self, class: usize) -> &mut WaitCounts {
-        let at = self.classes.iter().position(|c| c.0 == class).unwrap_or_else(|| {
-            self.classes.push((class, WaitCounts::default()));
-            self.classes.len() - 1
-        });
-        &mut self.classes[at].1
+    pub(super) fn new() -> Self {
+        Self(Box::new([WaitCounts::default(); CLASSES + 1]))
     }
 
-    pub(super) fn of(&self, class: usize) -> WaitCounts {
-        self.classes.iter().find(|c| c.0 == class).map_or_else(WaitCounts::default, |c| c.1)
+    fn at(&mut self, class: usize) -> &mut WaitCounts {
+        &mut self.0[class]
+    }
+
+    pub(super) fn counts(&self) -> [WaitCounts; CLASSES + 1] {
+        *self.0
     }
 }
 

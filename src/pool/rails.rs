@@ -37,17 +37,17 @@ struct ShownDevice {
 }
 
 impl Shown {
-    pub(super) fn copy(&mut self, arenas: &Arenas) {
-        self.arenas = arenas.standing().count();
-        self.calls = arenas.calls();
-        self.devices = arenas
-            .devices()
-            .map(|(rail, id, name)| ShownDevice {
-                id,
-                name: name.to_owned(),
-                infos: arenas.infos(rail),
-            })
-            .collect();
+    pub(super) fn of(arenas: &Arenas) -> Self {
+        let device = |(rail, id, name): (_, _, &str)| ShownDevice {
+            id,
+            name: name.to_owned(),
+            infos: arenas.infos(rail),
+        };
+        Self {
+            arenas: arenas.standing().count(),
+            calls: arenas.calls(),
+            devices: arenas.devices().map(device).collect(),
+        }
     }
 
     /// For the books.

@@ -10,7 +10,7 @@ use crate::{
     error::AllocError,
     guard::Caller,
     magazine::{Place, ThreadGate},
-    size_class::{self, MAX_BLOCK},
+    size_class::{self, CLASSES, MAX_BLOCK, MIN_BLOCK},
     slab::Entry,
     thread,
 };
@@ -49,6 +49,8 @@ impl PoolRef {
     #[inline(always)]
     pub(super) fn cached(gate: *const ThreadGate, place: Place, len: usize) -> Option<Entry> {
         if len.wrapping_sub(1) < MAX_BLOCK {
+            // SAFETY: such lengths have a class.
+            unsafe { place.assume_in_range() };
             // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
             return unsafe { &*gate }.pop(place);
         }
@@ -112,25 +114,31 @@ pub(super) struct Block {
 #[derive(Clone, Copy)]
 pub(super) struct Answer(u64, u64);
 
+const _: () =
+    assert!(Place::of(CLASSES).offset() < 1 << (u64::BITS - Answer::PLACE_SHIFT), "a place fits");
+
 impl Answer {
     pub(super) const NONE: Self = Self(0, 0);
-    /// User addresses have 47 bits unless more are asked for, which no mapping here does.
-    const BEYOND_SHIFT: u32 = 55;
-    const CLASS_SHIFT: u32 = 56;
+    /// The block's place as it is, above the address: user addresses have 47 bits unless more are asked for, which no
+    /// mapping here does. So it takes a shift to have it, and nothing that could end up on the fast path, too.
+    const PLACE_SHIFT: u32 = 51;
+    /// Below the address, which is that of a block.
+    const BEYOND: u64 = 1;
+    const ADDR: u64 = ((1 << Self::PLACE_SHIFT) - 1) & !(MIN_BLOCK as u64 - 1);
 
     pub(super) fn new(entry: Entry, class: usize, beyond: bool) -> Self {
         let addr = entry.ptr.as_ptr() as u64;
-        debug_assert_eq!(addr >> Self::BEYOND_SHIFT, 0);
-        let flag = u64::from(beyond) << Self::BEYOND_SHIFT;
-        Self(addr | flag | (class as u64) << Self::CLASS_SHIFT, entry.keys.word())
+        debug_assert_eq!(addr & !Self::ADDR, 0);
+        let place = u64::from(Place::of(class).offset()) << Self::PLACE_SHIFT;
+        Self(addr | place | if beyond { Self::BEYOND } else { 0 }, entry.keys.word())
     }
 
     #[inline(always)]
     pub(super) fn get(self) -> Option<Block> {
-        let addr = self.0 & ((1 << Self::BEYOND_SHIFT) - 1);
-        let ptr = NonNull::new(addr as *mut u8)?;
+        let ptr = NonNull::new((self.0 & Self::ADDR) as *mut u8)?;
         let entry = Entry { ptr, keys: PackedKeys::from_word(self.1) };
-        let place = Place::of((self.0 >> Self::CLASS_SHIFT) as usize);
-        Some(Block { entry, place, beyond: self.0 >> Self::BEYOND_SHIFT & 1 != 0 })
+        // SAFETY: that is what was put there.
+        let place = unsafe { Place::from_offset((self.0 >> Self::PLACE_SHIFT) as u32) };
+        Some(Block { entry, place, beyond: self.0 & Self::BEYOND != 0 })
     }
 }

@@ -18,8 +18,9 @@ impl Core {
         let mut registry = self.registry.lock();
         registry.closed = true;
         self.drain_caches(&registry.locals, true);
-        registry.locals.clear();
+        let locals = std::mem::take(&mut registry.locals);
         drop(registry);
+        drop(locals);
         self.close_guards();
     }
 

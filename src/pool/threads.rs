@@ -9,12 +9,26 @@ use crate::magazine::Local;
 impl Core {
     /// Enters a thread's magazines into the registry; `None` once the pool is closed.
     pub(crate) fn attach(&self, local: &Arc<Local>) -> Option<Weak<Self>> {
-        let mut registry = self.registry.lock();
-        if registry.closed {
-            return None;
+        // Room is made without the lock (`lock.rs`); what was outgrown goes without it, too.
+        let mut roomy = Vec::new();
+        loop {
+            let mut registry = self.registry.lock();
+            if registry.closed {
+                return None;
+            }
+            let len = registry.locals.len();
+            if len == registry.locals.capacity() {
+                if len >= roomy.capacity() {
+                    drop(registry);
+                    roomy = Vec::with_capacity(2 * len + 4);
+                    continue;
+                }
+                roomy.append(&mut registry.locals);
+                std::mem::swap(&mut roomy, &mut registry.locals);
+            }
+            registry.locals.push(local.clone());
+            return Some(self.own.clone());
         }
-        registry.locals.push(local.clone());
-        Some(self.own.clone())
     }
 
     /// Takes back what a thread that ends has in its magazines.

@@ -9,6 +9,7 @@
  * - a forked child
  * - tokens: used twice, stale, of another pool, made up, by all threads at once; the address of one in flight
  * - shares: what one has reserved no other takes, and its books; unknown names, nulls, after close
+ * - guards: bytes written after free, beyond the end and by nobody's right are told with whose they were, and counted
  * - waits: one woken by another thread's free, one that times out, one for what can never be had
  * - eight threads that free one another's buffers, and one pointer by all of them: one succeeds
  */
@@ -505,6 +506,83 @@ static void shares(void) {
     ANSWERS(pinpool_share_stats(send, &books), PINPOOL_CLOSED);
 }
 
+static struct {
+    int after_free, beyond_end, taken_down, others;
+    char last[1024];
+} told;
+
+static void on_event(void *context, const char *kind, const char *message) {
+    CHECK(context == &told && kind[0] != 0 && message[0] != 0);
+    int *count = strcmp(kind, "written_after_free") == 0   ? &told.after_free
+                 : strcmp(kind, "written_beyond_end") == 0 ? &told.beyond_end
+                 : strcmp(kind, "taken_down") == 0         ? &told.taken_down
+                                                           : &told.others;
+    ++*count;
+    if (count != &told.others && count != &told.taken_down) snprintf(told.last, sizeof told.last, "%s", message);
+}
+
+static void guards(void) {
+    pinpool_options_t o = soft(1 << 20);
+    pinpool_t *pool;
+    pinpool_buf_t buf, back;
+    pinpool_stats_t s = {.size = sizeof s};
+    uint64_t token;
+    size_t damaged = 9, needed = 0;
+    char text[4096];
+
+    o.guards = 1u << 31;
+    ANSWERS(pinpool_open(&o, &pool), PINPOOL_INVALID);
+    CHECK(strstr(pinpool_last_error(), "guards") != NULL);
+    o.guards = PINPOOL_GUARD_POISON | PINPOOL_GUARD_CANARY | PINPOOL_GUARD_ZERO_ON_FREE;
+    o.quarantine = 64 << 10;
+    o.track_every = 1;
+    o.on_event = on_event;
+    o.event_context = &told;
+    ANSWERS(pinpool_open(&o, &pool), PINPOOL_OK);
+    CHECK(told.others > 0); /* it was built */
+
+    ANSWERS(pinpool_alloc(pool, 1000, &buf), PINPOOL_OK);
+    CHECK(buf.len == 1000);
+    memset(buf.addr, 1, buf.len);
+    ANSWERS(pinpool_outstanding(pool, text, sizeof text, &needed), PINPOOL_OK);
+    CHECK(strncmp(text, "1 buffers out", 13) == 0 && needed == strlen(text) + 1);
+    ANSWERS(pinpool_outstanding(pool, text, 4, NULL), PINPOOL_TRUNCATED);
+    CHECK(strcmp(text, "1 b") == 0);
+    ANSWERS(pinpool_outstanding(pool, NULL, 4, NULL), PINPOOL_NULL);
+    ANSWERS(pinpool_outstanding(NULL, text, sizeof text, NULL), PINPOOL_NULL);
+
+    /* All that a token says is the buffer's may be written. */
+    ANSWERS(pinpool_into_token(pool, buf.addr, &token), PINPOOL_OK);
+    ANSWERS(pinpool_from_token(pool, token, &back), PINPOOL_OK);
+    CHECK(back.addr == buf.addr && back.len >= 1000);
+    memset(back.addr, 2, back.len);
+    ANSWERS(pinpool_free(pool, back.addr), PINPOOL_OK);
+    CHECK(told.beyond_end == 0 && told.after_free == 0);
+
+    /* In quarantine nobody has it; so a late write is found, and mended. */
+    ((char *)buf.addr)[10] = 3;
+    ANSWERS(pinpool_check_free(pool, NULL), PINPOOL_NULL);
+    ANSWERS(pinpool_check_free(NULL, &damaged), PINPOOL_NULL);
+    ANSWERS(pinpool_check_free(pool, &damaged), PINPOOL_OK);
+    CHECK(damaged == 1 && told.after_free == 1 && strstr(told.last, "offset 10 of the buffer of 1000") != NULL);
+    ANSWERS(pinpool_check_free(pool, &damaged), PINPOOL_OK);
+    CHECK(damaged == 0);
+
+    ANSWERS(pinpool_alloc(pool, 1000, &buf), PINPOOL_OK);
+    for (size_t i = 0; i < buf.len; i++) CHECK(((char *)buf.addr)[i] == 0);
+    ((char *)buf.addr)[1000] = 4;
+    ANSWERS(pinpool_free(pool, buf.addr), PINPOOL_OK);
+    CHECK(told.beyond_end == 1 && strstr(told.last, "offset 1000 of the buffer of 1000") != NULL);
+    ANSWERS(pinpool_free(pool, buf.addr), PINPOOL_NOT_OUT);
+
+    ANSWERS(pinpool_stats(pool, &s), PINPOOL_OK);
+    CHECK(s.written_after_free == 1 && s.written_beyond_end == 1 && s.quarantined >= 2000 && s.live == 0);
+    ANSWERS(pinpool_close(pool), PINPOOL_OK);
+    CHECK(told.taken_down == 1 && told.after_free == 1 && told.beyond_end == 1);
+    ANSWERS(pinpool_check_free(pool, &damaged), PINPOOL_CLOSED);
+    ANSWERS(pinpool_outstanding(pool, text, sizeof text, NULL), PINPOOL_CLOSED);
+}
+
 static int registered, fail_at, released;
 
 static int reg(void *context, void *addr, size_t len, size_t page, uint32_t access, uint64_t *handle,
@@ -561,6 +639,7 @@ int main(void) {
     tokens();
     one_redeems();
     shares();
+    guards();
     waits();
     growth();
     printf("misuse: every call answered (pinpool %s)\n", pinpool_version());

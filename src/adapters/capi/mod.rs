@@ -14,5 +14,6 @@ mod pool;
 mod report;
 mod share;
 mod token;
+mod watch;
 
-pub use self::{buffer::*, fail::*, options::*, pool::*, report::*, share::*, token::*};
+pub use self::{buffer::*, fail::*, options::*, pool::*, report::*, share::*, token::*, watch::*};

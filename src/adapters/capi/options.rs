@@ -9,6 +9,7 @@ use std::{
 use super::{
     fail::{PINPOOL_INVALID, code_of_device, fail, null, text},
     share::{self, pinpool_reserve_t},
+    watch::{Watching, pinpool_on_event_t},
 };
 use crate::{
     access::{Access, LKey, RKey},
@@ -107,6 +108,20 @@ pub struct pinpool_options_t {
     pub shares: *const pinpool_reserve_t,
     /// How many there are.
     pub share_count: usize,
+    /// What memory is guarded with, `PINPOOL_GUARD_…` together; 0 for nothing. A pool with any guard, quarantine or
+    /// tracking does without the threads' caches: for finding mistakes. What is found is told to `on_event` and counted
+    /// in `pinpool_stats_t`.
+    pub guards: u32,
+    /// Remembers who asked for one of so many allocs, for `pinpool_outstanding` and for what is told of damage; 1 for
+    /// all, 0 for none.
+    pub track_every: u32,
+    /// Keeps what is freed from being handed out again until so many bytes more were freed; 0 for none.
+    pub quarantine: usize,
+    /// Told of what is rare; null for nobody.
+    pub on_event: pinpool_on_event_t,
+    /// Handed to `on_event`. It must stay until `pinpool_close` closed the handle; where `pinpool_open` fails, until it
+    /// returned.
+    pub event_context: *mut c_void,
 }
 
 /// Fills a struct with the defaults. Null is ignored.
@@ -131,6 +146,11 @@ pub unsafe extern "C" fn pinpool_options_init(options: *mut pinpool_options_t) {
         low_watermark: 0,
         shares: std::ptr::null(),
         share_count: 0,
+        guards: 0,
+        track_every: 0,
+        quarantine: 0,
+        on_event: None,
+        event_context: std::ptr::null_mut(),
     };
     if !options.is_null() {
         // SAFETY: not null, and so a struct of the caller's (contract).
@@ -151,6 +171,7 @@ pub(super) struct Wanted {
     max_capacity: Option<usize>,
     low_watermark: Option<usize>,
     pub(super) shares: Vec<(String, usize)>,
+    watching: Watching,
 }
 
 impl Wanted {
@@ -218,6 +239,7 @@ impl Wanted {
             colouring: o.colouring != 0,
             max_capacity: (o.max_capacity != 0).then_some(o.max_capacity),
             low_watermark: (o.low_watermark != 0).then_some(o.low_watermark),
+            watching: Watching::read(&o)?,
             // SAFETY: null with a count of 0, or so many structs (contract).
             shares: unsafe { share::read(o.shares, o.share_count) }?,
             // SAFETY: passed on.
@@ -246,7 +268,7 @@ impl Wanted {
         for (name, bytes) in self.shares {
             builder = builder.share(name, bytes);
         }
-        builder
+        self.watching.set(builder)
     }
 }
 

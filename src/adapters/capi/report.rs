@@ -53,6 +53,12 @@ pub struct pinpool_stats_t {
     pub waits: u64,
     /// How long those that wait no longer did, together, in nanoseconds.
     pub wait_time_ns: u64,
+    /// In how many buffers' memory somebody was found to have written after their free (`PINPOOL_GUARD_POISON`).
+    pub written_after_free: u64,
+    /// How many buffers were found to be written beyond their end (`PINPOOL_GUARD_CANARY`).
+    pub written_beyond_end: u64,
+    /// Bytes that the quarantine keeps back; part of `cached`.
+    pub quarantined: usize,
 }
 
 /// Sums up where the pool's bytes are. Takes locks, and sends every thread through its slow path once.
@@ -89,6 +95,9 @@ pub unsafe extern "C" fn pinpool_stats(
             waiting: s.waiting,
             waits: s.waits,
             wait_time_ns: nanos(s.wait_time),
+            written_after_free: s.guards.written_after_free,
+            written_beyond_end: s.guards.written_beyond_end,
+            quarantined: s.guards.quarantined,
         };
         // SAFETY: not null, and of this version, by its size.
         unsafe { stats.write(found) };
@@ -140,32 +149,43 @@ pub unsafe extern "C" fn pinpool_doctor(
         // SAFETY: passed on.
         let wanted = unsafe { Wanted::read(options) }?;
         let report = doctor(&wanted.doctor_options()).map_err(|e| fail(code_of_build(&e), e))?;
-        let found = report.to_string();
-        if !needed.is_null() {
-            // SAFETY: not null, and so a number of the caller's (contract).
-            unsafe { needed.write(found.len() + 1) };
-        }
         if !fit.is_null() {
-            // SAFETY: as above.
+            // SAFETY: not null, and so a number of the caller's (contract).
             unsafe { fit.write(c_int::from(report.is_fit())) };
         }
-        if room > 0 {
-            let n = found.len().min(room - 1);
-            // SAFETY: `text` has `room` bytes, which is more than `n`; they overlap nothing of ours.
-            unsafe {
-                ptr::copy_nonoverlapping(found.as_ptr().cast(), text, n);
-                text.add(n).write(0);
-            }
-        }
-        if found.len() + 1 > room {
-            let all = found.len() + 1;
-            return Err(fail(
-                PINPOOL_TRUNCATED,
-                format_args!("the text takes {all} bytes, there is room for {room}"),
-            ));
-        }
-        Ok(())
+        // SAFETY: `text` has `room` bytes, `needed` is null or a number (contract).
+        unsafe { write_text(&report.to_string(), text, room, needed) }
     })
+}
+
+/// Writes as much of a text as there is room for, with a zero byte, and says how much room all of it takes.
+///
+/// # Safety
+/// `text` has `room` bytes, or `room` is 0; `needed` is null or points to a number.
+pub(super) unsafe fn write_text(
+    found: &str,
+    text: *mut c_char,
+    room: usize,
+    needed: *mut usize,
+) -> Result<(), c_int> {
+    let all = found.len() + 1;
+    if !needed.is_null() {
+        // SAFETY: not null, and so a number of the caller's (contract).
+        unsafe { needed.write(all) };
+    }
+    if room > 0 {
+        let n = found.len().min(room - 1);
+        // SAFETY: `text` has `room` bytes, which is more than `n`; they overlap nothing of ours.
+        unsafe {
+            ptr::copy_nonoverlapping(found.as_ptr().cast(), text, n);
+            text.add(n).write(0);
+        }
+    }
+    if all > room {
+        let message = format_args!("the text takes {all} bytes, there is room for {room}");
+        return Err(fail(PINPOOL_TRUNCATED, message));
+    }
+    Ok(())
 }
 
 impl Wanted {

@@ -32,10 +32,10 @@ pub enum Completions {
     Polled,
     /// As [`Polled`](Completions::Polled), and completions of other requests are handed on.
     PolledFor(Others),
-    /// Somebody else polls, and passes the completions for which [`LeaseQp::is_mine`] on to
-    /// [`LeaseQp::complete`]. Binding then does not wait, and what is to end is invalidated in the
-    /// background, unless [`Lease::revoke`](super::Lease::revoke) or
-    /// [`exchange`](super::Lease::exchange) waits for it, on another thread than
+    /// Somebody else polls, and passes the completions for which [`is_mine`](crate::LeaseQp::is_mine) on to
+    /// [`complete`](crate::LeaseQp::complete). Binding then does not wait, and what is to end is invalidated in the
+    /// background, unless [`Lease::revoke`](crate::Lease::revoke) or
+    /// [`exchange`](crate::Lease::exchange) waits for it, on another thread than
     /// the one that polls.
     Routed,
 }
