@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"access", "error", "lock", "problem", "damage", "outstanding", "reentry", "sync", "size_class", "config", "reach", "bell"},
+    {"access", "error", "lock", "problem", "damage", "outstanding", "reentry", "sync", "size_class", "config", "reach", "bell", "contained"},
     {"sys"},
     {"device", "preflight"},
     {"arena", "ordered", "page_map", "published", "slab"},

@@ -11,7 +11,6 @@ mod start;
 use std::{
     io, mem,
     os::fd::OwnedFd,
-    panic::{AssertUnwindSafe, catch_unwind},
     path::PathBuf,
     ptr::NonNull,
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
@@ -22,6 +21,7 @@ pub(crate) use self::rails::AddError;
 use crate::{
     access::{Access, Keys, PackedKeys},
     config::{self, Backing, Event, EventHook, Memory, Plan},
+    contained::contained,
     device::{Device, DeviceInfo, Registration},
     error::{self, AdoptError, BuildError, RegisterError},
     sys::mmap::{Origin, Reservation},
@@ -328,7 +328,7 @@ impl Arenas {
         let len = self.plan.len_of(slot);
         let run = || start::run(self, &[slot], Some(start::Quietly { stop, told }));
         // A registrar of the user's that panics must not take the pool's thread along.
-        let done = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        let done = contained(run).unwrap_or_else(|| {
             // Whether the device has the range is not known, so it stays as it is.
             let offset = self.offset(slot);
             self.list.retain(|a| a.slot != slot);
@@ -378,8 +378,17 @@ impl Arenas {
     /// Deregisters one region; false, and an event to tell, if the device would not.
     fn deregister(&self, region: Region, offset: usize, len: usize, told: &mut Vec<Told>) -> bool {
         let Some(rail) = &self.rails[region.rail] else { return false };
+        let (device, handle) = (&rail.device, region.registration.handle);
         // SAFETY: the handle came from this registrar, and taking the region makes this its only use.
-        let done = unsafe { rail.device.registrar().deregister(region.registration.handle) };
+        let call = || unsafe { device.registrar().deregister(handle) };
+        // After a panic it is not known whether the device has let go: it counts as a refusal, and the memory stays.
+        let done = contained(call).unwrap_or_else(|| {
+            Err(RegisterError::Deregister {
+                call: "Registrar::deregister",
+                device: rail.info.name.clone(),
+                source: io::Error::other("the registrar panicked"),
+            })
+        });
         let addr = self.reservation.base().as_ptr() as usize + offset;
         done.map_err(|error| told.push(Told::DeregisterFailed { addr, len, error })).is_ok()
     }

@@ -50,6 +50,7 @@ mod access;
 mod bell;
 #[cfg(not(loom))]
 mod config;
+mod contained;
 #[cfg(not(loom))]
 mod damage;
 #[cfg(not(loom))]

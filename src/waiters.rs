@@ -18,15 +18,14 @@
 //! that leaves takes itself out under that lock: it was either served, and gives the block on, or is no longer
 //! in line; in both cases it serves the others before it goes.
 
-use std::{
-    collections::VecDeque,
-    panic::{AssertUnwindSafe, catch_unwind},
-    task::Waker,
-};
+use std::{collections::VecDeque, task::Waker};
 
-use crate::sync::{
-    Mutex,
-    atomic::{AtomicUsize, Ordering::Relaxed},
+use crate::{
+    contained::contained,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 /// By how many requests that came later one that waits may be passed.
@@ -226,7 +225,7 @@ impl<N: PartialEq + Copy, B> Waiters<N, B> {
 /// A waker may be anything; one that panics must not keep the others asleep, nor have a drop panic.
 fn wake_all(wakers: Vec<Waker>) {
     for waker in wakers {
-        let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+        contained(|| waker.wake());
     }
 }
 

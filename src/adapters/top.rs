@@ -11,7 +11,6 @@ use std::{
         fs::{FileTypeExt, MetadataExt},
         net::{UnixListener, UnixStream},
     },
-    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -24,6 +23,7 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
+    contained::contained,
     pool::{Pool, PoolMap},
     stats::{Books, CacheStats},
     sys::{limits, private_socket, signals},
@@ -121,7 +121,7 @@ fn serve<R>(listener: &UnixListener, pool: &Pool<R>, stop: &AtomicBool) {
         match listener.accept() {
             Ok((stream, _)) => {
                 // Whatever a client does is its own affair.
-                let _ = catch_unwind(AssertUnwindSafe(|| answer(stream, pool)));
+                contained(|| answer(stream, pool));
             }
             Err(_) if stop.load(Relaxed) => return,
             // Out of descriptors, say: later there may be some again.

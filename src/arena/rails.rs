@@ -2,7 +2,6 @@
 //! them on one. Which look-ups know the device meanwhile is the pool's business.
 
 use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     time::Instant,
 };
@@ -11,6 +10,7 @@ use super::{Arenas, Leftover, Rail, Region, Standing, Told};
 use crate::{
     access::Access,
     config::{self, MOST_DEVICES},
+    contained::contained,
     device::{Device, MrRequest},
     error::BuildError,
 };
@@ -100,7 +100,7 @@ impl Arenas {
         };
         let ask = || super::start::with_or_without(self.plan.access, optional, call);
         // After a panic it is not known whether it is registered: the memory stays, whatever comes.
-        let (done, calls) = catch_unwind(AssertUnwindSafe(ask)).unwrap_or((Err(None), 1));
+        let (done, calls) = contained(ask).unwrap_or((Err(None), 1));
         self.calls.count += calls;
         self.calls.took(start.elapsed());
         match done {

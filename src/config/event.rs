@@ -8,6 +8,7 @@ use std::{
 };
 
 use crate::{
+    contained::contained,
     damage::Damage,
     error::{BuildError, Bytes, Exhausted, RegisterError},
     outstanding::Outstanding,
@@ -203,8 +204,7 @@ pub(crate) type EventHook = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
 /// Tells the hook, if there is one. It may be called from `Drop`, which never panics (P4).
 pub(crate) fn tell(hook: Option<&EventHook>, event: &Event<'_>) {
     if let Some(hook) = hook {
-        let call = std::panic::AssertUnwindSafe(|| hook(event));
-        let _ = std::panic::catch_unwind(call);
+        contained(|| hook(event));
     }
 }
 

@@ -143,6 +143,9 @@ pub(crate) fn survey() -> Result<Vec<Surveyed>, DeviceError> {
 /// 4. `lkey` and `rkey` must name the range with the rights in `access` and no others; the pool
 ///    publishes them as such.
 ///
+/// A `deregister` that panics has refused: the range stays mapped for ever. A `register` that panics ends a `build` with
+/// that panic, and is a failed growth.
+///
 /// A registrar that breaks 1 or 2 lets the device write to memory that by then belongs to others.
 pub unsafe trait Registrar: Send + Sync + 'static {
     /// Describes the device. Called a few times at start-up; the limits must not change afterwards.

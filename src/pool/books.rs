@@ -12,7 +12,14 @@ use crate::{
 impl Core {
     /// Blocks in magazines and depot, and in quarantine.
     pub(super) fn cached(&self) -> Cached {
+        self.cached_beside(|| ()).0
+    }
+
+    /// The same, and what `slabs` sees of the slabs at that moment: nothing is on its way from here to there, by whose
+    /// recall ever, so that no block is missed in both. `slabs` takes no lock but theirs, and no memory.
+    fn cached_beside<T>(&self, slabs: impl FnOnce() -> T) -> (Cached, T) {
         let mut sum = [0; CLASSES + 1];
+        // Caches are emptied under this.
         let registry = self.registry.lock();
         // Held until the depot is counted too: no magazine moves meanwhile.
         let mut holds = Local::hold_all(&registry.locals);
@@ -20,10 +27,13 @@ impl Core {
         for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
             *sum += self.depot.blocks(class);
         }
-        let Some(guard) = &self.guard else { return Cached { blocks: sum, span_bytes: 0 } };
+        let Some(guard) = &self.guard else {
+            return (Cached { blocks: sum, span_bytes: 0 }, slabs());
+        };
+        // So is the quarantine.
         let quarantine = guard.quarantine.lock();
         sum.iter_mut().zip(quarantine.counts()).for_each(|(sum, n)| *sum += n);
-        Cached { blocks: sum, span_bytes: quarantine.span_bytes() }
+        (Cached { blocks: sum, span_bytes: quarantine.span_bytes() }, slabs())
     }
 
     /// Of this heap alone.
@@ -35,11 +45,11 @@ impl Core {
             let counted = Counted { cached, caches: &caches, waits: &|_| WaitCounts::default() };
             Stats::new(&self.slabs.counts_at_fork(), &counted)
         } else {
-            let counts = self.slabs.counts();
-            let cached = &self.cached();
+            let mut room = self.slabs.room_to_count();
+            let (cached, counts) = &self.cached_beside(|| self.slabs.counts_in(&mut room));
             let waited = self.waited.lock().counts();
             let waits = |class: usize| waited[class];
-            Stats::new(&counts, &Counted { cached, caches: &caches, waits: &waits })
+            Stats::new(counts, &Counted { cached, caches: &caches, waits: &waits })
         };
         stats.refused = self.refused.times();
         if !self.foreign() {

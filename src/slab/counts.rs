@@ -94,10 +94,18 @@ impl State {
 }
 
 impl Slabs {
+    /// Room for [`counts_in`](Slabs::counts_in), since nothing is allocated under a lock.
+    pub(crate) fn room_to_count(&self) -> Vec<bool> {
+        vec![false; self.slots]
+    }
+
+    pub(crate) fn counts_in(&self, room: &mut [bool]) -> Counts {
+        self.counts_of(&self.state.lock(), room)
+    }
+
+    #[cfg(test)]
     pub(crate) fn counts(&self) -> Counts {
-        // Nothing is allocated under the lock.
-        let mut seen = vec![false; self.slots];
-        self.counts_of(&self.state.lock(), &mut seen)
+        self.counts_in(&mut self.room_to_count())
     }
 
     /// The counts in a forked child: nobody will ever release a lock that was held at the fork.
