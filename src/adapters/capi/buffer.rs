@@ -349,8 +349,10 @@ pub unsafe extern "C" fn pinpool_free_many(
         let bufs = place(bufs.cast_mut(), "the buffers")?;
         // SAFETY: `n` buffers, not null (contract).
         let bufs = unsafe { slice::from_raw_parts(bufs.as_ptr(), n) };
-        // All of them, whatever becomes of one.
-        bufs.iter().map(|buf| release(pool, buf.addr)).fold(Ok(()), Result::and)
+        // All of them, whatever becomes of one; code and message are the first's.
+        // SAFETY: the caller says that it has stopped using the bytes (contract).
+        let freed = bufs.iter().map(|buf| unsafe { pool.free_raw(buf.addr.cast()) });
+        freed.fold(Ok(()), Result::and).map_err(|e| fail(code_of_free(&e), e))
     })
 }
 
