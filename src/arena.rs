@@ -23,7 +23,7 @@ use crate::{
     config::{self, Backing, Event, EventHook, Memory, Plan},
     contained::contained,
     device::{Device, DeviceInfo, Registration},
-    error::{AdoptError, BuildError, RegisterError},
+    error::{self, AdoptError, BuildError, RegisterError},
     sys::mmap::{Origin, Reservation},
 };
 
@@ -155,10 +155,7 @@ impl Told {
                 error: RegisterError::Deregister { call, device, source },
                 ..
             } => {
-                let source = match source.raw_os_error() {
-                    Some(errno) => io::Error::from_raw_os_error(errno),
-                    None => io::Error::new(source.kind(), source.to_string()),
-                };
+                let source = error::again(source);
                 Some(RegisterError::Deregister { call, device: device.clone(), source })
             }
             _ => None,

@@ -20,7 +20,7 @@ mod handle;
 mod memory;
 mod take_back;
 
-use std::fmt;
+use std::{fmt, io};
 
 pub use self::{
     alloc::{AllocError, Exhausted},
@@ -68,6 +68,14 @@ impl fmt::Display for Limit {
         } else {
             fmt::Display::fmt(&Bytes(self.0), f)
         }
+    }
+}
+
+/// A system's error once more, for somebody else to have too.
+pub(crate) fn again(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(errno) => io::Error::from_raw_os_error(errno),
+        None => io::Error::new(error.kind(), error.to_string()),
     }
 }
 

@@ -25,7 +25,7 @@ use crate::{
     gate::Gate,
     size_class::{self, CLASSES, SPAN_CLASS},
     slab::Entry,
-    sync::{in_register, unlikely},
+    sync::{in_register, in_register_of, unlikely},
     sys::shadow,
 };
 
@@ -207,10 +207,23 @@ pub(crate) const fn empty() -> *mut Magazines {
 impl Magazines {
     #[inline(always)]
     fn mag(&self, place: Place) -> &Mag {
+        // SAFETY: `at` gives the place of an element of `mags`, which is the only field.
+        unsafe { &*in_register(self.at(place)) }
+    }
+
+    /// The same for pushing, and for popping, which follow each other.
+    #[inline(always)]
+    fn mag_for<const PUSH: bool>(&self, place: Place) -> &Mag {
+        // SAFETY: as above.
+        unsafe { &*in_register_of::<_, PUSH>(self.at(place)) }
+    }
+
+    #[inline(always)]
+    fn at(&self, place: Place) -> *const Mag {
         debug_assert!(place.class() <= SPAN_CLASS);
         // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
-        // SPAN_CLASS, so its place is that of an element of `mags`, which is the only field.
-        unsafe { &*in_register((&raw const self.mags).byte_add(place.0).cast::<Mag>()) }
+        // SPAN_CLASS, so its place is that of an element of `mags`.
+        unsafe { (&raw const self.mags).byte_add(place.0).cast::<Mag>() }
     }
 }
 
@@ -239,7 +252,7 @@ impl ThreadGate {
     pub(crate) fn pop(&self, place: Place) -> Option<Entry> {
         // SAFETY: the gate leads to EMPTY or to published magazines, which are freed only after the gate
         // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
-        let entry = unsafe { &*self.enter() }.mag(place).pop();
+        let entry = unsafe { &*self.enter() }.mag_for::<false>(place).pop();
         self.leave();
         if let Some(entry) = entry {
             show(place, entry);
@@ -254,7 +267,7 @@ impl ThreadGate {
         // Before another thread can have it.
         hide(place, entry);
         // SAFETY: as in `pop`.
-        let done = unsafe { &*self.enter() }.mag(place).push(entry);
+        let done = unsafe { &*self.enter() }.mag_for::<true>(place).push(entry);
         self.leave();
         if !done {
             show(place, entry);

@@ -11,6 +11,8 @@
 //! A length is read as a floating-point number with three bits of mantissa: exponent and mantissa
 //! side by side are the class.
 
+use std::alloc::Layout;
+
 /// Every block is a multiple of this and aligned to it: a cache line, so that two threads never
 /// share one through two buffers.
 pub(crate) const MIN_BLOCK: usize = 64;
@@ -80,6 +82,18 @@ pub(crate) const fn class_of_aligned(len: usize, align: usize) -> usize {
         class += 1;
     }
     class
+}
+
+/// The alignment that has to be seen to for a layout: 1 where every block has it.
+pub(crate) const fn align_asked(layout: Layout) -> usize {
+    if layout.align() <= MIN_BLOCK { 1 } else { layout.align() }
+}
+
+/// From one block's start to the next in slabs of a class, where blocks of whole pages are `pad` bytes apart, which
+/// spreads their starts over the processor's cache sets.
+pub(crate) const fn stride_of(class: usize, pad: usize) -> usize {
+    let size = size_of(class);
+    if size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK { size + pad } else { size }
 }
 
 /// How a class's slabs are cut.

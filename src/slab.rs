@@ -28,7 +28,7 @@ use crate::{
     lock::{Mutex, MutexGuard},
     ordered::{Nodes, Ordered},
     page_map::{PageEntry, PageMap},
-    size_class::{self, CLASSES, MAX_SLAB_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
+    size_class::{self, CLASSES, PAGE, PAGE_SHIFT, SPAN_CLASS, SlabShape},
     sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
     sys::table::{Zeroable, ZeroedTable},
 };
@@ -167,9 +167,7 @@ impl Slabs {
         }
         let capacity = state.capacity;
         let shapes = std::array::from_fn(|class| {
-            let size = size_class::size_of(class);
-            let padded = size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK;
-            size_class::slab_shape(size + if padded { pad } else { 0 }, capacity)
+            size_class::slab_shape(size_class::stride_of(class, pad), capacity)
         });
         Ok(Self {
             map,

@@ -11,11 +11,11 @@
 mod common;
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
-use common::{mapped, soft, status_kib};
+use common::{alone, mapped, soft, status_kib};
 use pinpool::{
     BuildError, Builder, Device, Event, PageSize, Pages, Pool,
     device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep},
@@ -29,12 +29,6 @@ const MIB: usize = 1 << 20;
 /// Three arenas, each faulted in by two calls.
 const ARENAS: u64 = 3;
 const CAPACITY: usize = 24 * MIB;
-
-/// Mappings and leaks are the whole process's, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 struct Watched {
     mapping: FaultyMapping,

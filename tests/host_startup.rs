@@ -6,11 +6,11 @@
 mod common;
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
-use common::{mapped, soft, status_kib};
+use common::{alone, mapped, soft, status_kib};
 use pinpool::{
     Access, BuildError, Builder, Device, Numa, PageSize, Pages, Progress, Stage,
     device::{Fault, FaultyRegistrar},
@@ -22,11 +22,6 @@ const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
 const MIB: usize = 1 << 20;
-
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A builder over the software device, behind a registrar with these faults.
 fn faulty(capacity: usize, faults: &[Fault]) -> (FaultyRegistrar, Builder) {

@@ -6,20 +6,21 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "common/futures.rs"]
+mod futures;
 
 use std::{
     collections::HashMap,
-    future::Future,
-    pin::{Pin, pin},
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering::SeqCst},
     },
-    task::{Context, Poll, Wake, Waker},
+    task::Poll,
     thread,
 };
 
 use common::{Rng, scaled, soft};
+use futures::{Count, block_on, poll};
 use pinpool::{AllocError, Batch, Buf, Outcome, PostError, SgList, SgListError, TokenError};
 
 const OK: Outcome = Outcome { status: 0, bytes: 0 };
@@ -263,20 +264,6 @@ fn ages_grow_and_the_list_is_oldest_first() {
     assert!(pool.in_flight().is_empty());
 }
 
-/// Counts how often it was woken.
-#[derive(Default)]
-struct Count(AtomicUsize);
-
-impl Wake for Count {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, SeqCst);
-    }
-}
-
-fn poll<F: Future + Unpin>(future: &mut F, count: &Arc<Count>) -> Poll<F::Output> {
-    Pin::new(future).poll(&mut Context::from_waker(&Waker::from(count.clone())))
-}
-
 #[test]
 fn posted_work_resolves_at_its_completion() {
     let pool = soft(64 << 10).build().unwrap();
@@ -402,25 +389,6 @@ fn futures_and_completions_race_on_many_threads() {
     pool.check();
     assert_eq!(pool.stats().live, 0);
     pool.close().unwrap();
-}
-
-struct Unpark(thread::Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    let mut future = pin!(future);
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    loop {
-        if let Poll::Ready(out) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return out;
-        }
-        thread::park();
-    }
 }
 
 #[test]

@@ -6,10 +6,12 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "common/futures.rs"]
+mod futures;
 
 use std::{
     future::Future,
-    pin::{Pin, pin},
+    pin::Pin,
     sync::{
         Arc, Barrier, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
@@ -21,6 +23,7 @@ use std::{
 };
 
 use common::{Rng, scaled, soft};
+use futures::{Count, block_on, poll};
 use pinpool::{AllocError, AllocFuture, Buf, Pool};
 
 /// Longer than any test takes: a wait that lasts so long is a hang.
@@ -30,46 +33,14 @@ fn one_buffer() -> Pool {
     soft(4096).build().unwrap()
 }
 
-#[derive(Default)]
-struct Count(AtomicUsize);
-
-impl Wake for Count {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, SeqCst);
-    }
-}
-
-fn poll<F: Future>(future: Pin<&mut F>, count: &Arc<Count>) -> Poll<F::Output> {
-    future.poll(&mut Context::from_waker(&Waker::from(count.clone())))
-}
-
 fn pending(future: &mut AllocFuture<'_>, count: &Arc<Count>) {
-    assert!(poll(Pin::new(future), count).is_pending());
+    assert!(poll(future, count).is_pending());
 }
 
 fn ready(future: &mut AllocFuture<'_>) -> Buf {
-    match poll(Pin::new(future), &Arc::default()) {
+    match poll(future, &Arc::default()) {
         Poll::Ready(buf) => buf.unwrap(),
         Poll::Pending => panic!("it was not served"),
-    }
-}
-
-struct Unpark(thread::Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    let mut future = pin!(future);
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    loop {
-        if let Poll::Ready(out) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return out;
-        }
-        thread::park();
     }
 }
 
@@ -102,7 +73,7 @@ fn what_no_wait_can_bring_is_an_error_at_once() {
     let _held = pool.alloc(1).unwrap();
     let error = pool.alloc_wait(4097, LONG).unwrap_err();
     assert_eq!(error, AllocError::TooLarge { asked: 4097, max: 4096 });
-    let polled = poll(pin!(pool.alloc_async(usize::MAX)), &Arc::default());
+    let polled = poll(&mut pool.alloc_async(usize::MAX), &Arc::default());
     assert!(matches!(polled, Poll::Ready(Err(AllocError::TooLarge { .. }))));
     let layout = std::alloc::Layout::from_size_align(1, 1 << 20).unwrap();
     let error = pool.alloc_layout_wait(layout, LONG).unwrap_err();
@@ -286,7 +257,7 @@ fn one_buffer_between_eight_waiters_and_a_ninth_thread() {
                             0 => {
                                 let mut future = pool.alloc_async(4096);
                                 let count = Arc::default();
-                                let polled = poll(Pin::new(&mut future), &count);
+                                let polled = poll(&mut future, &count);
                                 for _ in 0..rng.below(3) {
                                     thread::yield_now();
                                 }

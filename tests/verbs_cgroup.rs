@@ -14,15 +14,11 @@ mod cli;
 #[path = "common/verbs.rs"]
 mod common;
 
-use std::{
-    env, fs,
-    process::Command,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{env, fs, process::Command};
 
 use cgroup::{Cgroup, again, command_in, passed};
 use cli::Left;
-use common::{device, vm_pin};
+use common::{alone, device, free_hugepages, free_on, two_nodes, vm_pin};
 use pinpool::{BuildError, Builder, Numa, PageSize, Pages, Pool, Problem, Stage};
 use serde_json::Value;
 
@@ -30,12 +26,6 @@ const MIB: usize = 1 << 20;
 const HUGE: usize = 2 * MIB;
 const REQUIRE: Pages = Pages::Require(PageSize::Huge2M);
 const PREFER: Pages = Pages::Prefer(PageSize::Huge2M);
-
-/// Hugepages are counted for all, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A group with this controller, or `None` on a machine where none is to be had; the guest has all.
 fn group(controller: &str) -> Option<Cgroup> {
@@ -61,19 +51,6 @@ fn child() -> Option<String> {
 
 fn builder(capacity: usize, pages: Pages) -> Builder {
     Pool::builder().device(device()).capacity(capacity).pages(pages).start_threads(1)
-}
-
-fn free_hugepages() -> u64 {
-    number("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-}
-
-fn free_on(node: u32) -> u64 {
-    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB");
-    number(&format!("{dir}/free_hugepages"))
-}
-
-fn number(file: &str) -> u64 {
-    fs::read_to_string(file).expect(file).trim().parse().expect("a number")
 }
 
 fn doctor(args: &[&str]) -> Command {
@@ -225,17 +202,6 @@ fn the_doctor_names_a_cgroups_limit_and_the_line_that_it_gives_mends_it() {
         let left = Left::from(group.run(text.args(["--pages", pages])));
         assert!(left.stdout.contains(&format!("({})", file.display())), "{}", left.stdout);
     }
-}
-
-/// Whether there are the nodes 0 and 1; the guest has them.
-fn two_nodes() -> bool {
-    let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
-    let two = nodes.trim() == "0-1";
-    assert!(
-        two || env::var_os("PINPOOL_GUEST").is_none(),
-        "the guest has two nodes, not {nodes:?}"
-    );
-    two
 }
 
 #[test]

@@ -8,19 +8,10 @@ mod calls;
 #[path = "common/verbs.rs"]
 mod common;
 
-use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
-    thread,
-};
+use std::thread;
 
-use common::device;
+use common::{alone, device};
 use pinpool::{Access, Buf, Device, Pages, Pool};
-
-/// The counters are the whole program's, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Counts {

@@ -20,14 +20,11 @@ use std::{
     env, fs,
     io::{Read, Write, pipe},
     process::Command,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-    },
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     thread,
 };
 
-use common::{check, device, fill, vm_pin};
+use common::{alone, check, device, fill, vm_pin};
 use pinpool::{
     Access, AllocError, Backing, Device, PageSize, Pages, Pool,
     device::{FaultyRegistrar, ForkSupport, MrRequest, Registrar},
@@ -37,11 +34,6 @@ use pinpool::{
 const MIB: usize = 1 << 20;
 const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE);
 const CHILD: &str = "PINPOOL_TEST_FORK_CHILD";
-
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// How a process comes to libibverbs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

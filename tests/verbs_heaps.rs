@@ -11,9 +11,7 @@ mod calls;
 #[path = "common/verbs.rs"]
 mod common;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use common::{check, device, fill, guessed_rkey};
+use common::{alone, check, device, fill, guessed_rkey};
 use pinpool::{
     Access, Buf, Class, Device, Pages, Pool, Reserve,
     loopback::{Completion, LoopbackError, Pair},
@@ -23,12 +21,6 @@ use pinpool::{
 const MIB: usize = 1 << 20;
 const READ: Access = Access::LOCAL_WRITE.union(Access::REMOTE_READ);
 const REMOTE_ACCESS_ERROR: u32 = 10;
-
-/// The counters are the whole program's, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Register, deregister and PD calls made so far, and how many failed.
 fn calls() -> [u64; 4] {

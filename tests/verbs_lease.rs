@@ -13,12 +13,9 @@ mod calls;
 #[path = "common/verbs.rs"]
 mod common;
 
-use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
-    thread,
-};
+use std::thread;
 
-use common::{check, device, fill, vm_pin};
+use common::{alone, check, device, fill, vm_pin};
 use pinpool::{
     Access, Buf, Device, Guarantees, Lease, LeaseQp, Pages, Pool, RemoteBuf,
     lease::{self, LeaseError, Terms},
@@ -30,12 +27,6 @@ const BINDABLE: Access = Access::LOCAL_WRITE.union(Access::MW_BIND);
 const WRITE: Access = Access::REMOTE_WRITE;
 const READ: Access = Access::REMOTE_READ;
 const REMOTE_ACCESS_ERROR: u32 = 10;
-
-/// Calls are counted over the whole program, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn pool(device: &Device, access: Access) -> Pool {
     Pool::builder()

@@ -16,12 +16,11 @@ use std::{
     ffi::CString,
     fs::{self, File},
     os::fd::{AsRawFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     ptr, slice,
-    sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use common::{check, device, fill, pattern, same, vm_pin};
+use common::{alone, check, device, fill, free_hugepages, pattern, same, vm_pin};
 use helper::Helper;
 use pinpool::{
     Access, AdoptError, Backing, BuildError, Builder, Device, ExportError, ExportLayout, PageSize,
@@ -33,12 +32,6 @@ const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE);
 const HUGE: Pages = Pages::Require(PageSize::Huge2M);
-
-/// `VmPin`, smaps and free hugepages are looked at, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A mapping of the test's own, unmapped at the end.
 struct Map {
@@ -376,11 +369,6 @@ impl Drop for Mount {
         unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
         let _ = fs::remove_dir(&self.0);
     }
-}
-
-fn free_hugepages() -> u64 {
-    let file = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
-    fs::read_to_string(file).unwrap().trim().parse().unwrap()
 }
 
 #[test]

@@ -8,20 +8,10 @@
 #[path = "common/verbs.rs"]
 mod common;
 
-use std::{
-    env,
-    process::Command,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{env, process::Command};
 
-use common::{Registered, device, vm_pin};
+use common::{Registered, alone, device, free_hugepages, vm_pin};
 use pinpool::{Access, BuildError, Device, PageSize, Pages, Pool, Problem};
-
-/// The counter is the whole process's, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 #[test]
 fn vm_pin_returns_to_where_it_was() {
@@ -77,7 +67,7 @@ fn hugepages_that_lack_are_counted_before_the_first_is_mapped() {
     let (start, free) = (vm_pin(), free_hugepages());
     let refused = Pool::builder()
         .device(device)
-        .capacity((free + 1) * HUGE)
+        .capacity((free as usize + 1) * HUGE)
         .arena_size(HUGE)
         .pages(Pages::Require(PageSize::Huge2M))
         .build()
@@ -85,7 +75,7 @@ fn hugepages_that_lack_are_counted_before_the_first_is_mapped() {
     match &refused {
         BuildError::Preflight(problems) => match problems.as_slice() {
             [Problem::Hugepages { needed, free: f, .. }] => {
-                assert_eq!((*needed, *f), (free as u64 + 1, free as u64));
+                assert_eq!((*needed, *f), (free + 1, free));
             }
             other => panic!("{other:?}"),
         },
@@ -96,11 +86,6 @@ fn hugepages_that_lack_are_counted_before_the_first_is_mapped() {
 }
 
 const HUGE: usize = 2 << 20;
-
-fn free_hugepages() -> usize {
-    let file = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-    std::fs::read_to_string(file).expect("hugepages").trim().parse().expect("a number")
-}
 
 const CHILD: &str = "PINPOOL_TEST_B01_CHILD";
 const LIMIT: u64 = 1 << 20;

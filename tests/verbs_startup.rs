@@ -15,13 +15,9 @@
 #[path = "common/verbs.rs"]
 mod common;
 
-use std::{
-    env, fs,
-    process::Command,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{env, fs, process::Command};
 
-use common::{check, device, fill, vm_pin};
+use common::{alone, check, device, fill, free_hugepages, free_on, two_nodes, vm_pin};
 use pinpool::{
     Access, BuildError, Builder, Device, Numa, PageSize, Pages, Pool,
     device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep, MrRequest, Registrar},
@@ -34,12 +30,6 @@ const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
 const HUGE: Pages = Pages::Require(PageSize::Huge2M);
 const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE);
-
-/// `VmPin` and free hugepages are counted for all, so one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A builder whose calls to the device are recorded.
 fn recorded(capacity: usize, faults: &[Fault]) -> (FaultyRegistrar, Builder) {
@@ -190,16 +180,10 @@ fn the_devices_node_is_preferred() {
         let addr = arena.addr.as_ptr() as usize;
         assert_eq!(pages_on_nodes(addr, 16 * MIB), [(1, (16 * MIB / page) as u64)]);
     }
-    let pages = free[1] + 3;
+    let pages = free[1] as usize + 3;
     let pool = build(HUGE, pages * 2 * MIB);
     let addr = pool.arenas()[0].addr.as_ptr() as usize;
-    assert_eq!(pages_on_nodes(addr, pages * 2 * MIB), [(0, 3), (1, free[1] as u64)]);
-}
-
-fn free_on(node: u32) -> usize {
-    let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB");
-    let text = fs::read_to_string(format!("{dir}/free_hugepages")).expect("a node");
-    text.trim().parse().expect("a number")
+    assert_eq!(pages_on_nodes(addr, pages * 2 * MIB), [(0, 3), (1, free[1])]);
 }
 
 /// More hugepages of one node than it has, and a node that there is not.
@@ -213,9 +197,9 @@ fn lacking_nodes_are_named(device: &Device) {
             .numa(Numa::Node(node))
             .build()
     };
-    match ask(1, HUGE, (before[1] + 1) * 2 * MIB).expect_err("one page too many") {
+    match ask(1, HUGE, (before[1] as usize + 1) * 2 * MIB).expect_err("one page too many") {
         e @ BuildError::Node { node: 1, free: Some(free), page_size, .. } => {
-            assert_eq!((free, page_size), ((before[1] * 2 * MIB) as u64, 2 * MIB));
+            assert_eq!((free, page_size), (before[1] * 2 * MIB as u64, 2 * MIB));
             assert!(e.to_string().contains(&format!("{} such pages are free", before[1])), "{e}");
         }
         other => panic!("{other}"),
@@ -251,23 +235,6 @@ fn several_threads_pin_what_one_pins_and_give_it_all_back() {
             assert_eq!((vm_pin(), registrar.live()), (start, 0));
         }
     }
-}
-
-/// Whether there are the nodes 0 and 1; the guest has them.
-fn two_nodes() -> bool {
-    let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
-    let two = nodes.trim() == "0-1";
-    // Elsewhere, a user's own machine.
-    assert!(
-        two || env::var_os("PINPOOL_GUEST").is_none(),
-        "the guest has two nodes, not {nodes:?}"
-    );
-    two
-}
-
-fn free_hugepages() -> u64 {
-    let file = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-    fs::read_to_string(file).expect("hugepages").trim().parse().expect("a number")
 }
 
 #[test]

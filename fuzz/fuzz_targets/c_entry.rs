@@ -3,6 +3,8 @@
 //! and what is out is what the caller was given, no more and no less.
 #![no_main]
 
+mod input;
+
 use std::{
     collections::HashMap,
     ffi::{CStr, c_char, c_int, c_void},
@@ -10,28 +12,12 @@ use std::{
     ptr,
 };
 
+use input::{Size, pick, sorted};
 use libfuzzer_sys::{
     arbitrary::{self, Arbitrary},
     fuzz_target,
 };
 use pinpool::capi::*;
-
-#[derive(Arbitrary, Clone, Copy, Debug)]
-enum Size {
-    Small(u16),
-    Arenas(u8),
-    Beyond(u64),
-}
-
-impl Size {
-    fn bytes(self) -> usize {
-        match self {
-            Self::Small(n) => n.into(),
-            Self::Arenas(n) => usize::from(n % 8) << 20,
-            Self::Beyond(n) => (n | 1 << 46) as usize,
-        }
-    }
-}
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
 struct Open {
@@ -150,16 +136,6 @@ struct Caller {
     handles: Vec<(*mut pinpool_t, Given)>,
     /// 0 is null.
     now: usize,
-}
-
-fn sorted<T: Ord + Copy, V>(map: &HashMap<T, V>) -> Vec<T> {
-    let mut keys: Vec<_> = map.keys().copied().collect();
-    keys.sort_unstable();
-    keys
-}
-
-fn pick<T: Copy>(list: &[T], i: u8) -> Option<T> {
-    list.get(usize::from(i) % list.len().max(1)).copied()
 }
 
 /// Every code has a name, and a call that failed has left a text.

@@ -2,8 +2,11 @@
 //! and nothing is left; or with a pool that is what was asked for, whose books fit, and that gives all back.
 #![no_main]
 
+mod input;
+
 use std::time::Duration;
 
+use input::Size;
 use libfuzzer_sys::{
     arbitrary::{self, Arbitrary},
     fuzz_target,
@@ -12,26 +15,6 @@ use pinpool::{
     Access, Backing, Builder, Device, Numa, PageSize, Pages, Pool, Reserve,
     device::{Fault, FaultyMapping, FaultyRegistrar, MapFault, MapStep},
 };
-
-/// Bytes: of a size that a machine has, or of one that none has; never one that would just take long.
-#[derive(Arbitrary, Clone, Copy, Debug)]
-enum Size {
-    Small(u16),
-    Pages(u8),
-    Arenas(u8),
-    Beyond(u64),
-}
-
-impl Size {
-    fn bytes(self) -> usize {
-        match self {
-            Self::Small(n) => n.into(),
-            Self::Pages(n) => usize::from(n) << 12,
-            Self::Arenas(n) => usize::from(n % 8) << 20,
-            Self::Beyond(n) => (n | 1 << 46) as usize,
-        }
-    }
-}
 
 #[derive(Arbitrary, Debug)]
 struct Options {

@@ -2,8 +2,11 @@
 //! believed; and at the end nothing is missing.
 #![no_main]
 
+mod input;
+
 use std::{cell::RefCell, collections::HashMap};
 
+use input::{pick, sorted};
 use libfuzzer_sys::{
     arbitrary::{self, Arbitrary},
     fuzz_target,
@@ -56,6 +59,12 @@ struct Flight {
     len: usize,
 }
 
+impl Flight {
+    fn of(buf: &Buf) -> Self {
+        Self { addr: buf.as_ptr() as usize, len: buf.len() }
+    }
+}
+
 /// The top bit is the user's.
 const USERS: u64 = 1 << 63;
 
@@ -88,10 +97,7 @@ impl World {
         let mut posts = HashMap::<u64, bool>::new();
         for &op in ops.iter().take(400) {
             let number = |n: Number, flights: &HashMap<u64, Flight>, past: &Vec<u64>| {
-                let mut live: Vec<_> = flights.keys().copied().collect();
-                live.sort_unstable();
-                let pick =
-                    |list: &[u64], i: u8| list.get(usize::from(i) % list.len().max(1)).copied();
+                let live = sorted(flights);
                 match n {
                     Number::Any(n) => n,
                     Number::Live(i) => pick(&live, i).unwrap_or(0),
@@ -117,44 +123,22 @@ impl World {
                 Op::Free(which) => drop(take(&mut held, which)),
                 Op::Fly(which) => {
                     let Some(buf) = take(&mut held, which) else { continue };
-                    let flight = Flight { addr: buf.as_ptr() as usize, len: buf.len() };
+                    let flight = Flight::of(&buf);
                     let token = buf.into_token();
                     assert_eq!(token & USERS, 0);
                     assert!(flights.insert(token, flight).is_none(), "two flights, one token");
                 }
-                Op::Land(n) => {
+                Op::Land(n) | Op::LandAny(n) => {
                     let token = number(n, &flights, &past);
-                    match pool.from_token(token) {
+                    let any = matches!(op, Op::LandAny(_));
+                    match if any { pool.from_any_token(token) } else { pool.from_token(token) } {
                         Ok(buf) => {
                             let flight = flights.remove(&(token & !USERS)).expect("a flight");
-                            assert_eq!(
-                                (buf.as_ptr() as usize, buf.len()),
-                                (flight.addr, flight.len)
-                            );
+                            assert_eq!(flight, Flight::of(&buf));
                             past.push(token);
                             held.push(buf);
                         }
-                        Err(TokenError::OtherHeap { .. }) => {}
-                        Err(e) => {
-                            assert!(
-                                !flights.contains_key(&token) || posts.contains_key(&token),
-                                "{e}"
-                            );
-                        }
-                    }
-                }
-                Op::LandAny(n) => {
-                    let token = number(n, &flights, &past);
-                    match pool.from_any_token(token) {
-                        Ok(buf) => {
-                            let flight = flights.remove(&(token & !USERS)).expect("a flight");
-                            assert_eq!(
-                                (buf.as_ptr() as usize, buf.len()),
-                                (flight.addr, flight.len)
-                            );
-                            past.push(token);
-                            held.push(buf);
-                        }
+                        Err(TokenError::OtherHeap { .. }) if !any => {}
                         Err(e) => {
                             assert!(
                                 !flights.contains_key(&token) || posts.contains_key(&token),
@@ -176,7 +160,7 @@ impl World {
                 }
                 Op::Post { which, keep } => {
                     let Some(buf) = take(&mut held, which) else { continue };
-                    let flight = Flight { addr: buf.as_ptr() as usize, len: buf.len() };
+                    let flight = Flight::of(&buf);
                     let post = pool.post(buf, |_, _| Ok::<(), ()>(())).map_err(|(_, e)| e);
                     let post = post.expect("of this pool");
                     flights.insert(post.token(), flight);
@@ -191,10 +175,7 @@ impl World {
                     raw.insert(buf.into_raw().as_ptr() as usize, len);
                 }
                 Op::FromRaw { which, add, any } => {
-                    let mut list: Vec<_> = raw.keys().copied().collect();
-                    list.sort_unstable();
-                    let near =
-                        list.get(usize::from(which) % list.len().max(1)).copied().unwrap_or(0);
+                    let near = pick(&sorted(&raw), which).unwrap_or(0);
                     let addr = any.map_or(near.wrapping_add_signed(add.into()), |a| a as usize);
                     // SAFETY: whatever is out raw was given up here, and nobody uses it.
                     match unsafe { pool.from_raw(addr as *mut u8) } {
@@ -207,10 +188,8 @@ impl World {
                 }
                 Op::Look => {
                     let mut seen: Vec<_> = pool.in_flight().iter().map(|f| f.token).collect();
-                    let mut out: Vec<_> = flights.keys().copied().collect();
                     seen.sort_unstable();
-                    out.sort_unstable();
-                    assert_eq!(seen, out);
+                    assert_eq!(seen, sorted(&flights));
                     pool.check();
                 }
             }

@@ -6,7 +6,7 @@ use crate::{
     access::Access,
     error::BuildError,
     reach::Reach,
-    size_class::{self, MAX_BLOCK, MAX_SLAB_BLOCK, PAGE},
+    size_class::{self, MAX_BLOCK, PAGE},
 };
 
 /// How much of an access class a share reserves.
@@ -250,9 +250,7 @@ impl Cut {
                 Self { bytes: count.checked_mul(unit)?, unit }
             }
             Amount::Buffers { count, len } => {
-                let size = size_class::size_of(size_class::class_of(len.max(1)));
-                let padded = size.is_multiple_of(PAGE) && size <= MAX_SLAB_BLOCK;
-                let stride = size + if padded { pad } else { 0 };
+                let stride = size_class::stride_of(size_class::class_of(len.max(1)), pad);
                 // The slabs' shape depends on the bytes there are, and the bytes on the shape.
                 let mut bytes = PAGE;
                 loop {
@@ -296,7 +294,7 @@ impl Cut {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::size_class::{class_of, size_of, slab_shape};
+    use crate::size_class::{MAX_SLAB_BLOCK, class_of, size_of, slab_shape};
 
     const MIB: usize = 1 << 20;
 

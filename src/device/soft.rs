@@ -364,25 +364,30 @@ impl Regions {
     }
 }
 
+fn permits(granted: Access, needed: Access) -> Result<(), SoftError> {
+    if granted.contains(needed) { Ok(()) } else { Err(SoftError::Right { needed, granted }) }
+}
+
+/// Whether `len` bytes at `addr` are all among the `whole` ones from `start` on.
+fn lies_within(addr: u64, len: u64, start: u64, whole: u64) -> Result<(), SoftError> {
+    let end = start + whole;
+    if addr < start || addr.checked_add(len).is_none_or(|last| last > end) {
+        return Err(SoftError::Range { addr, len, start, end });
+    }
+    Ok(())
+}
+
 impl Bound {
     fn check(&self, addr: u64, len: u64, needed: Access) -> Result<(), SoftError> {
-        if !self.rights.contains(needed) {
-            return Err(SoftError::Right { needed, granted: self.rights });
-        }
-        let (start, end) = (self.start, self.start + self.len);
-        if addr < start || addr.checked_add(len).is_none_or(|last| last > end) {
-            return Err(SoftError::Range { addr, len, start, end });
-        }
-        Ok(())
+        permits(self.rights, needed)?;
+        lies_within(addr, len, self.start, self.len)
     }
 }
 
 impl Region {
     /// Translates an address on the wire, if range and rights permit.
     fn check(&self, addr: u64, len: u64, needed: Access) -> Result<NonNull<u8>, SoftError> {
-        if !self.access.contains(needed) {
-            return Err(SoftError::Right { needed, granted: self.access });
-        }
+        permits(self.access, needed)?;
         self.translate(addr, len)
     }
 
@@ -390,10 +395,7 @@ impl Region {
     fn translate(&self, addr: u64, len: u64) -> Result<NonNull<u8>, SoftError> {
         let zero_based = self.access.contains(Access::ZERO_BASED);
         let start = if zero_based { 0 } else { self.addr.as_ptr() as u64 };
-        let end = start + self.len as u64;
-        if addr < start || addr.checked_add(len).is_none_or(|last| last > end) {
-            return Err(SoftError::Range { addr, len, start, end });
-        }
+        lies_within(addr, len, start, self.len as u64)?;
         // SAFETY: `addr - start <= self.len` was checked just above, so this stays inside the region
         // or one past its end.
         Ok(unsafe { self.addr.add((addr - start) as usize) })

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::{AdoptError, Bytes, ExportError, Limit, RegisterError};
+use super::{AdoptError, Bytes, ExportError, RegisterError};
 use crate::{
     access::Access,
     problem::{self, Problem},
@@ -71,7 +71,7 @@ pub enum BuildError {
         source: io::Error,
     },
     /// The arena size is not usable.
-    #[error("arena size {} {problem}", Bytes(*asked as u64))]
+    #[error("{}", Problem::ArenaSize { asked: *asked, problem: problem.clone() }.what())]
     ArenaSize {
         /// Bytes asked.
         asked: usize,
@@ -114,10 +114,9 @@ pub enum BuildError {
         reason: &'static str,
     },
     /// The device's regions are too small.
-    #[error(
-        "one page of {} is larger than the largest memory region of {device} (max_mr_size {})",
-        Bytes(*page_size as u64), Bytes(*max_mr_size)
-    )]
+    #[error("{}", Problem::MrTooSmall {
+        device: device.clone(), page_size: *page_size, max_mr_size: *max_mr_size
+    }.what())]
     MrTooSmall {
         /// The device's name.
         device: String,
@@ -127,11 +126,9 @@ pub enum BuildError {
         max_mr_size: u64,
     },
     /// The device holds too few regions.
-    #[error(
-        "{arenas} arenas of {} need {arenas} memory regions, {device} holds {max_mr} in all (max_mr); \
-         ask for larger arenas",
-        Bytes(*arena_size as u64)
-    )]
+    #[error("{}", Problem::TooManyArenas {
+        device: device.clone(), arenas: *arenas, arena_size: *arena_size, max_mr: *max_mr
+    })]
     TooManyArenas {
         /// The device's name.
         device: String,
@@ -143,12 +140,7 @@ pub enum BuildError {
         max_mr: u64,
     },
     /// The process may not pin so much.
-    #[error(
-        "pinning {} more exceeds the locked-memory limit: {} of it is in use, RLIMIT_MEMLOCK is {} soft, {} hard, \
-         and the process lacks CAP_IPC_LOCK in the initial user namespace. Raise it: `ulimit -l unlimited`, \
-         `LimitMEMLOCK=infinity` in a systemd unit, or a memlock line in /etc/security/limits.conf",
-        Bytes(*asked), Bytes(*pinned), Limit(*soft), Limit(*hard)
-    )]
+    #[error("{}", Problem::Memlock { asked: *asked, pinned: *pinned, soft: *soft, hard: *hard })]
     Memlock {
         /// Bytes that this pool would pin.
         asked: u64,
@@ -162,7 +154,7 @@ pub enum BuildError {
         errno: Option<i32>,
     },
     /// The system has no pages of that size at all.
-    #[error("this system has no pages of {}; it has {}", Bytes(*asked as u64), sizes(offered))]
+    #[error("{}", Problem::PageSizeAbsent { asked: *asked, offered: offered.clone() }.what())]
     PageSizeAbsent {
         /// Bytes of the page asked for.
         asked: usize,
@@ -241,11 +233,6 @@ pub enum BuildError {
 }
 
 message_in_debug!(BuildError);
-
-fn sizes(sizes: &[usize]) -> String {
-    let all: Vec<_> = sizes.iter().map(|&s| Bytes(s as u64).to_string()).collect();
-    all.join(", ")
-}
 
 fn page_hint(len: usize, page: usize, free: Option<u64>) -> String {
     let Some(free) = free else { return String::new() };

@@ -6,7 +6,7 @@ use crate::{
     access::Access,
     buf::Buf,
     device::{Guarantees, LeaseSupport},
-    error::Bytes,
+    error::{self, Bytes},
     reach::{Any, OneDevice},
 };
 
@@ -128,11 +128,7 @@ impl LeaseError {
             }
             &Self::TimedOut { operation, after } => Self::TimedOut { operation, after },
             Self::Call { call, device, source } => {
-                let source = source.raw_os_error().map_or_else(
-                    || io::Error::other(source.to_string()),
-                    io::Error::from_raw_os_error,
-                );
-                Self::Call { call, device: device.clone(), source }
+                Self::Call { call, device: device.clone(), source: error::again(source) }
             }
             _ => Self::Closed,
         }

@@ -103,8 +103,7 @@ impl PoolRef {
     pub(crate) fn take_shared(self, layout: Layout, quietly: bool) -> Option<(NonNull<u8>, usize)> {
         // SAFETY: whoever holds the reference holds a handle, so the core is alive.
         let core = unsafe { self.core.as_ref() };
-        // Every block is aligned to `MIN_BLOCK`.
-        let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
+        let align = size_class::align_asked(layout);
         let got = match quietly {
             true => core.alloc_quietly(layout.size(), align),
             false => core.alloc_slow(layout.size(), align),

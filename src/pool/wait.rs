@@ -22,7 +22,7 @@ use crate::{
     guard::Caller,
     magazine::Place,
     reach::Any,
-    size_class::{self, MAX_BLOCK, MIN_BLOCK},
+    size_class::{self, MAX_BLOCK},
     thread::gate_at,
 };
 
@@ -43,8 +43,7 @@ impl Request {
 
     #[track_caller]
     pub(super) fn of_layout(layout: Layout) -> Self {
-        // Every block is aligned to the smallest.
-        let align = if layout.align() <= MIN_BLOCK { 1 } else { layout.align() };
+        let align = size_class::align_asked(layout);
         Self { len: layout.size(), align, caller: Location::caller() }
     }
 }

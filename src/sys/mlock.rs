@@ -3,17 +3,15 @@
 
 use std::{io, ptr::NonNull};
 
+use super::checked;
+
 /// Locks a range in memory.
 ///
 /// # Safety
 /// The range is mapped and stays so until [`unlock`].
 pub(crate) unsafe fn lock(addr: NonNull<u8>, len: usize) -> io::Result<()> {
     // SAFETY: the range is mapped (contract); locking changes no contents.
-    if unsafe { libc::mlock(addr.as_ptr().cast(), len) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    checked(unsafe { libc::mlock(addr.as_ptr().cast(), len) })
 }
 
 /// Undoes [`lock`].
@@ -22,9 +20,5 @@ pub(crate) unsafe fn lock(addr: NonNull<u8>, len: usize) -> io::Result<()> {
 /// The range is mapped.
 pub(crate) unsafe fn unlock(addr: NonNull<u8>, len: usize) -> io::Result<()> {
     // SAFETY: the range is mapped (contract); unlocking changes no contents.
-    if unsafe { libc::munlock(addr.as_ptr().cast(), len) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    checked(unsafe { libc::munlock(addr.as_ptr().cast(), len) })
 }

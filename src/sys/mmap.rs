@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 
 use self::fault_in::fault_in;
 use super::{
+    checked,
     mapping_faults::{MapStep, StepHook},
     numa::{self, Mode, NodeSet},
     shadow,
@@ -203,9 +204,7 @@ impl Reservation {
         if matches!(self.origin, Origin::Private) && page <= base_page() {
             // The reservation itself becomes writable, so that whatever fails leaves the range ours.
             // SAFETY: the range is part of the reservation, and nobody uses it (contract).
-            if unsafe { libc::mprotect(addr.as_ptr().cast(), len, READ_WRITE) } != 0 {
-                return Err(io::Error::last_os_error());
-            }
+            checked(unsafe { libc::mprotect(addr.as_ptr().cast(), len, READ_WRITE) })?;
             transparent_hugepages(addr, len);
             return Ok(());
         }
@@ -434,12 +433,11 @@ fn transparent_hugepages(addr: NonNull<u8>, len: usize) {
 
 /// Fails only where the process has as many mappings as it may, and this would cut one in two.
 pub(super) fn unmap(addr: usize, len: usize) -> io::Result<()> {
-    // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
-    if len == 0 || unsafe { libc::munmap(addr as *mut libc::c_void, len) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
+    if len == 0 {
+        return Ok(());
     }
+    // SAFETY: all callers pass page-aligned parts of ranges that they own and no longer use.
+    checked(unsafe { libc::munmap(addr as *mut libc::c_void, len) })
 }
 
 /// Gives up the pages of a range that cannot be unmapped. Kernels before 5.18 keep hugepages.

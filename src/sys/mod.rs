@@ -24,3 +24,10 @@ pub(crate) mod tick;
 pub(crate) mod verbs;
 #[cfg(any(feature = "rdma-sys", feature = "rdma-mummy-sys"))]
 pub(crate) mod window;
+
+use std::{ffi::c_int, io};
+
+/// What a call came to that answers 0 if all is well, and else leaves an errno.
+fn checked(answer: c_int) -> io::Result<()> {
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -11,6 +11,8 @@ use std::{
     path::Path,
 };
 
+use super::checked;
+
 /// Binds a listening socket to a path, with the rights 0600 (less what the umask takes).
 ///
 /// The rights are set before the file is there: on Linux it gets those of the socket (`unix_bind`), so there is no
@@ -38,7 +40,6 @@ pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
     }
     // SAFETY: opened just now, and nobody else's.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let checked = |r: libc::c_int| if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     // SAFETY: an open descriptor, and a number.
     checked(unsafe { libc::fchmod(fd.as_raw_fd(), 0o600) })?;
     let len = size_of::<libc::sockaddr_un>() as libc::socklen_t;

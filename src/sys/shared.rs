@@ -14,7 +14,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use super::{limits, mmap::base_page};
+use super::{checked, limits, mmap::base_page};
 
 /// What a file system of hugepages calls itself (`HUGETLBFS_MAGIC` in linux/magic.h).
 const HUGETLBFS: i64 = 0x9584_58f6;
@@ -43,9 +43,7 @@ impl MemoryFile {
         set_len(&fd, len)?;
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
         // SAFETY: an open file, and a command that takes a number.
-        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        checked(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
         Ok(Self { fd, path: None })
     }
 
@@ -111,10 +109,7 @@ fn memfd(flags: u32) -> io::Result<OwnedFd> {
 fn set_len(fd: &OwnedFd, len: usize) -> io::Result<()> {
     let len = libc::off_t::try_from(len).map_err(|_| io::ErrorKind::FileTooLarge)?;
     // SAFETY: an open file of this process's own.
-    if unsafe { libc::ftruncate(fd.as_raw_fd(), len) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    checked(unsafe { libc::ftruncate(fd.as_raw_fd(), len) })
 }
 
 /// What an open file is, as far as mapping it as memory goes.
@@ -155,9 +150,7 @@ pub(crate) fn hugetlbfs_page(dir: &Path) -> io::Result<Option<usize>> {
 #[allow(clippy::unnecessary_cast)] // the fields' types differ from system to system
 fn file_system(call: impl FnOnce(*mut libc::statfs) -> i32) -> io::Result<(i64, usize)> {
     let mut stat = MaybeUninit::<libc::statfs>::zeroed();
-    if call(stat.as_mut_ptr()) != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    checked(call(stat.as_mut_ptr()))?;
     // SAFETY: a struct of integers, all of them zero before the call, which filled it in.
     let stat = unsafe { stat.assume_init() };
     Ok((stat.f_type as i64, stat.f_bsize as usize))

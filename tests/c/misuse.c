@@ -165,7 +165,14 @@ static void frees(void) {
     CHECK(got == 40);
     void *seventh = many[7].addr;
     many[7].addr = many[6].addr;
+    void *twentieth = many[20].addr;
+    many[20].addr = &got;
     ANSWERS(pinpool_free_many(pool, many, 40), PINPOOL_NOT_OUT);
+    /* The message is the first one's, as the code is. */
+    char sixth[32];
+    snprintf(sixth, sizeof sixth, "%#lx", (unsigned long)(uintptr_t)many[6].addr);
+    CHECK(strstr(pinpool_last_error(), sixth) != NULL);
+    ANSWERS(pinpool_free(pool, twentieth), PINPOOL_OK);
     ANSWERS(pinpool_free(pool, seventh), PINPOOL_OK);
     pinpool_buf_t buf;
     ANSWERS(pinpool_alloc(pool, 5 << 20, &buf), PINPOOL_TOO_LARGE);

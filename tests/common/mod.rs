@@ -1,6 +1,11 @@
 //! Shared by the test files: pools on the software device, and what the process holds.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+#[path = "alone.rs"]
+mod alone;
+
+#[allow(unused_imports)] // as above
+pub(crate) use self::alone::alone;
 use pinpool::{Access, AllocError, Builder, Device, Exhausted, Pages, Pool};
 
 /// Scales a count down where the processor is emulated.

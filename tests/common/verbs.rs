@@ -1,12 +1,22 @@
 //! What the tests on a verbs device share.
 #![allow(dead_code)] // each test program uses a part
 
+#[path = "alone.rs"]
+mod alone;
+#[path = "pages.rs"]
+mod pages;
+
 use std::{
     alloc::{self, Layout},
     ptr::NonNull,
     sync::OnceLock,
 };
 
+#[allow(unused_imports)] // as above
+pub(crate) use self::{
+    alone::alone,
+    pages::{free_hugepages, free_on, two_nodes},
+};
 use pinpool::{
     Access, Device, Keys, LKey, Sge,
     device::{MrRequest, Registrar, Registration, VerbsDevice},

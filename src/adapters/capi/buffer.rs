@@ -9,7 +9,9 @@ use std::{
 };
 
 use super::{
-    fail::{PINPOOL_FOREIGN, PINPOOL_OK, code_of_alloc, code_of_free, fail, guarded, null},
+    fail::{
+        PINPOOL_FOREIGN, PINPOOL_OK, answered, code_of_alloc, code_of_free, fail, guarded, place,
+    },
     pool::pinpool_t,
 };
 use crate::{access::Keys, buf::Buf, error::AllocError, magazine::Place, pool::Pool};
@@ -67,22 +69,13 @@ pub(super) unsafe fn hand_over<S>(
     buf: *mut pinpool_buf_t,
     from: impl FnOnce(S) -> Result<Buf, AllocError>,
 ) -> c_int {
-    guarded(|| {
-        let source = match source() {
-            Ok(source) => source,
-            Err(code) => return code,
-        };
-        if buf.is_null() {
-            return null("the place for the buffer");
-        }
-        match from(source) {
-            Ok(got) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { buf.write(give(got)) };
-                PINPOOL_OK as c_int
-            }
-            Err(e) => fail(code_of_alloc(&e), e),
-        }
+    answered(|| {
+        let source = source()?;
+        let buf = place(buf, "the place for the buffer")?;
+        let got = from(source).map_err(|e| fail(code_of_alloc(&e), e))?;
+        // SAFETY: not null, and so a place of the caller's (contract).
+        unsafe { buf.write(give(got)) };
+        Ok(())
     })
 }
 
@@ -253,23 +246,20 @@ pub unsafe extern "C" fn pinpool_alloc_many(
     n: usize,
     got: *mut usize,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if bufs.is_null() && n > 0 {
-            return null("the place for the buffers");
+        let pool = unsafe { pinpool_t::get(pool) }?;
+        if n > 0 {
+            place(bufs, "the place for the buffers")?;
         }
-        let (mut done, mut code) = (0, PINPOOL_OK as c_int);
+        let (mut done, mut answer) = (0, Ok(()));
         while done < n {
             match pool.alloc(len) {
                 // SAFETY: `bufs` has room for `n` (contract), and `done` is less.
                 Ok(buf) => unsafe { bufs.add(done).write(give(buf)) },
                 Err(_) if done > 0 => break,
                 Err(e) => {
-                    code = fail(code_of_alloc(&e), e);
+                    answer = Err(fail(code_of_alloc(&e), e));
                     break;
                 }
             }
@@ -279,7 +269,7 @@ pub unsafe extern "C" fn pinpool_alloc_many(
             // SAFETY: not null, and so a number of the caller's (contract).
             unsafe { got.write(done) };
         }
-        code
+        answer
     })
 }
 
@@ -334,16 +324,9 @@ unsafe extern "C" fn give_slowly(pool: *const pinpool_t, addr: *mut c_void, plac
 #[cold]
 #[inline(never)]
 unsafe extern "C" fn free_slowly(pool: *const pinpool_t, addr: *mut c_void) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        match release(pool, addr) {
-            Ok(()) => PINPOOL_OK as c_int,
-            Err(code) => code,
-        }
+        release(unsafe { pinpool_t::get(pool) }?, addr)
     })
 }
 
@@ -357,28 +340,19 @@ pub unsafe extern "C" fn pinpool_free_many(
     bufs: *const pinpool_buf_t,
     n: usize,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if bufs.is_null() && n > 0 {
-            return null("the buffers");
-        }
+        let pool = unsafe { pinpool_t::get(pool) }?;
         if n == 0 {
-            return PINPOOL_OK as c_int;
+            return Ok(());
         }
-        let mut first = PINPOOL_OK as c_int;
+        let bufs = place(bufs.cast_mut(), "the buffers")?;
         // SAFETY: `n` buffers, not null (contract).
-        for buf in unsafe { slice::from_raw_parts(bufs, n) } {
-            match release(pool, buf.addr) {
-                Ok(()) => {}
-                Err(code) if first == PINPOOL_OK as c_int => first = code,
-                Err(_) => {}
-            }
-        }
-        first
+        let bufs = unsafe { slice::from_raw_parts(bufs.as_ptr(), n) };
+        // All of them, whatever becomes of one; code and message are the first's.
+        // SAFETY: the caller says that it has stopped using the bytes (contract).
+        let freed = bufs.iter().map(|buf| unsafe { pool.free_raw(buf.addr.cast()) });
+        freed.fold(Ok(()), Result::and).map_err(|e| fail(code_of_free(&e), e))
     })
 }
 
@@ -393,22 +367,15 @@ pub unsafe extern "C" fn pinpool_keys(
     addr: *const c_void,
     keys: *mut pinpool_keys_t,
 ) -> c_int {
-    guarded(|| {
+    answered(|| {
         // SAFETY: passed on.
-        let pool = match unsafe { pinpool_t::get(pool) } {
-            Ok(pool) => pool,
-            Err(code) => return code,
-        };
-        if keys.is_null() {
-            return null("the place for the keys");
-        }
-        match pool.keys_of(addr) {
-            Some(found) => {
-                // SAFETY: not null, and so a place of the caller's (contract).
-                unsafe { keys.write(found.into()) };
-                PINPOOL_OK as c_int
-            }
-            None => fail(PINPOOL_FOREIGN, format_args!("{addr:p} does not point into this pool")),
-        }
+        let pool = unsafe { pinpool_t::get(pool) }?;
+        let keys = place(keys, "the place for the keys")?;
+        let found = pool.keys_of(addr).ok_or_else(|| {
+            fail(PINPOOL_FOREIGN, format_args!("{addr:p} does not point into this pool"))
+        })?;
+        // SAFETY: not null, and so a place of the caller's (contract).
+        unsafe { keys.write(found.into()) };
+        Ok(())
     })
 }
