@@ -233,6 +233,16 @@ mod tests {
     }
 
     #[test]
+    fn a_lock_that_was_not_had_stays_with_whoever_has_it() {
+        let a = Mutex::new(1);
+        let held = a.lock();
+        assert!(a.try_lock().is_none());
+        assert!(a.try_lock().is_none(), "the first try released nothing");
+        drop(held);
+        assert!(a.try_lock().is_some());
+    }
+
+    #[test]
     fn many_threads_lose_no_count() {
         const EACH: usize = 20_000;
         let count = Mutex::new(0);
