@@ -14,7 +14,8 @@
 //! one at most does. All others, and flights that need more room or a flag, have theirs in the *far* table:
 //! 64 planes of eight bytes a page, made for 2 MiB of arena when the first is needed there. Planes lie one
 //! after the other, so memory is touched for offsets that occur alone: eight bytes a block. Both lie outside
-//! the arenas (P2), and are never reset: a generation outlives slabs, and arenas that go and come back.
+//! the arenas (P2), and are never reset: a generation outlives slabs, and arenas that go and come back. A forked child
+//! finds the near table empty, and does not look into the far one: its parent's flights are not its own.
 
 use std::{
     alloc::{self, Layout},
@@ -35,6 +36,7 @@ use crate::{
     size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
     sync::unlikely,
     sys::{
+        fork,
         table::{self, Zeroable, ZeroedTable},
         tick::{self, Epoch},
     },
@@ -110,6 +112,8 @@ pub(crate) struct Tokens {
     /// The same parts, to own them. Boxed, since `far` knows their addresses.
     parts: boxcar::Vec<Box<Part>>,
     epoch: Epoch,
+    /// The fork generation that made it.
+    process: u32,
     tag: Tag,
 }
 
@@ -173,10 +177,11 @@ impl Tokens {
             tag_bits: u64::from(tag.0) << TAG_AT,
             tagged: u64::from(tag.0) << (TAG_AT - PAGE_AT),
             pages: (pages as u64).min(PAGES),
-            near: ZeroedTable::new(pages)?,
+            near: ZeroedTable::new(pages)?.zero_in_children(),
             far: ZeroedTable::new(pages.div_ceil(PART))?,
             parts: boxcar::Vec::new(),
             epoch: Epoch::now(),
+            process: fork::generation(),
             tag,
         })
     }
@@ -276,6 +281,10 @@ impl Tokens {
     #[cold]
     #[inline(never)]
     fn land_far(&self, token: u64, kind: Kind) -> Words {
+        // In a forked child no flight of the parent's is to be had: the near table has none there.
+        if fork::generation() != self.process {
+            return Words::NONE;
+        }
         let landed = self.judge(token, kind).ok().filter(|(record, _)| record.land(token as u32));
         landed.map_or(Words::NONE, |(_, words)| words)
     }

@@ -12,7 +12,8 @@ use std::{cell::Cell, io::Write, sync::Mutex};
 use common::soft;
 use held::Held;
 use pinpool::{
-    Access, AllocError, Class, CloseError, Device, DeviceChangeError, LeaseQp, Reserve,
+    Access, AllocError, Class, CloseError, Device, DeviceChangeError, LeaseQp, Outcome, Reserve,
+    TokenError,
     device::FaultyRegistrar,
     lease::{LeaseError, leaked},
 };
@@ -168,14 +169,14 @@ fn a_child_neither_waits_nor_completes() {
         let mut future = in_line.take().unwrap();
         let begun = matches!(poll(&mut future), Ready(Err(e)) if foreign(&e));
         drop(future);
-        let done = pinpool::Outcome::default();
+        let done = Outcome::default();
         let completed =
-            matches!(pool.complete(token, done), Err(pinpool::TokenError::ForeignProcess { .. }));
+            matches!(pool.complete(token, done), Err(TokenError::ForeignProcess { .. }));
         let taken = guard.take().unwrap().try_take().is_err();
         waited && fresh && begun && completed && taken && pool.in_flight().is_empty()
     });
     assert_eq!(status, 0, "the child's exit status");
-    pool.complete(token, pinpool::Outcome::default()).unwrap();
+    pool.complete(token, Outcome::default()).unwrap();
     drop(guard.unwrap().try_take().unwrap());
     assert!(matches!(poll(&mut in_line.unwrap()), std::task::Poll::Ready(Ok(_))));
     assert_eq!(pool.stats().live, 0);
@@ -342,6 +343,33 @@ fn a_child_whose_thread_ends_waits_for_no_lock_that_another_thread_held() {
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
     pool.check();
+}
+
+#[test]
+fn a_child_takes_none_of_its_parents_flights() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let pool = soft(4 << 20).build().unwrap();
+    // Blocks at a page's start and inside one, lengths that a record holds and not.
+    let lens = [4096, 100, 64, 40_000, 1 << 20];
+    let tokens: Vec<_> = lens.iter().map(|&len| pool.alloc(len).unwrap().into_token()).collect();
+    let posted = pool.post(pool.alloc(4096).unwrap(), |_, _| Ok::<_, ()>(())).unwrap();
+    let status = in_child(|| {
+        let foreign = |e| matches!(e, TokenError::ForeignProcess { .. });
+        tokens.iter().chain([&posted.token(), &0]).all(|&token| {
+            pool.from_token(token).is_err_and(foreign)
+                && pool.from_any_token(token).is_err_and(foreign)
+                && pool.complete(token, Outcome::default()).is_err_and(foreign)
+        }) && pool.in_flight().is_empty()
+    });
+    assert_eq!(status, 0, "the child's exit status");
+    assert_eq!(pool.in_flight().len(), lens.len() + 1);
+    for (token, len) in tokens.into_iter().zip(lens) {
+        assert_eq!(pool.from_token(token).unwrap().len(), len);
+    }
+    pool.complete(posted.token(), Outcome::default()).unwrap();
+    drop(posted);
+    assert_eq!(pool.stats().live_buffers, 0);
+    pool.close().unwrap();
 }
 
 #[test]

@@ -8,6 +8,7 @@ use crate::{
     error::TokenError,
     reach::Reach,
     slab::Entry,
+    sys::limits,
     tokens::{Flight, Landed},
 };
 
@@ -40,6 +41,13 @@ impl Core {
         Entry { ptr: landed.ptr, keys }
     }
 
+    /// Why no token is taken here, if this is a forked child.
+    pub(super) fn token_of_the_parent(&self) -> Option<TokenError> {
+        let foreign =
+            || TokenError::ForeignProcess { owner: self.process, this: limits::process_id() };
+        self.foreign().then(foreign)
+    }
+
     pub(super) fn each_flight(&self, mut sink: impl FnMut(Flight)) {
         if self.foreign() {
             // The slabs' lock may be held by a thread that this process does not have.
@@ -64,8 +72,7 @@ impl<R> Pool<R> {
     /// certainty as long as no more than 510 pools are alive (each class and each share of a pool counts as
     /// one). A number that happens to be the token of a buffer in flight cannot be told from it.
     ///
-    /// A forked child that redeems a token of its parent's has a handle like those that it inherited: the parent's flight
-    /// goes on, and dropping the handle changes nothing.
+    /// In a forked child all are refused: flights are the parent's.
     ///
     /// # Errors
     /// [`TokenError`]; nothing is then changed.
@@ -83,6 +90,9 @@ impl<R> Pool<R> {
     #[cold]
     fn token_refusal(&self, token: u64) -> TokenError {
         let core = self.heap_of(token);
+        if let Some(foreign) = core.token_of_the_parent() {
+            return foreign;
+        }
         if std::ptr::eq(core, self.core()) {
             core.tokens.refusal(token)
         } else {
@@ -104,7 +114,7 @@ impl<R> Pool<R> {
             Some(landed) => {
                 Ok(Buf::new(core.reference(), core.landed(&landed), landed.len, landed.place))
             }
-            None => Err(core.tokens.refusal(token)),
+            None => Err(core.token_of_the_parent().unwrap_or_else(|| core.tokens.refusal(token))),
         }
     }
 

@@ -16,7 +16,6 @@ use crate::{
     buf::Buf,
     error::TokenError,
     reach::{Any, OneDevice},
-    sys::limits,
     tokens::Landed,
 };
 
@@ -218,9 +217,8 @@ impl<R> Pool<R> {
     /// [`TokenError`], as [`from_token`](Pool::from_token); nothing is then changed.
     pub fn complete(&self, token: u64, outcome: Outcome) -> Result<(), TokenError> {
         let core = self.heap_of(token);
-        if core.foreign() {
-            let this = limits::process_id();
-            return Err(TokenError::ForeignProcess { owner: core.process, this });
+        if let Some(foreign) = core.token_of_the_parent() {
+            return Err(foreign);
         }
         let mut posts = core.posts.0.lock();
         match posts.get_mut(&token) {

@@ -40,6 +40,17 @@ impl<T: Zeroable> ZeroedTable<T> {
     }
 }
 
+impl<T: Zeroable> ZeroedTable<T> {
+    /// Has it be all zero again in forked children. A wish: kernels before 4.14 do not.
+    pub(crate) fn zero_in_children(self) -> Self {
+        let len = (self.len * size_of::<T>()).next_multiple_of(base_page());
+        // SAFETY: the table's own mapping, private and anonymous; nothing changes in this process, and in a child zero
+        // is a valid value.
+        unsafe { libc::madvise(self.ptr.as_ptr().cast(), len, libc::MADV_WIPEONFORK) };
+        self
+    }
+}
+
 impl<T> ZeroedTable<T> {
     /// Brings elements into memory, as they are, so that the first who uses them meets no page fault. Nothing
     /// depends on it: kernels before 5.14 do not, and what cannot be had is left for then.
