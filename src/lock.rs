@@ -10,6 +10,11 @@
 //! | free | nobody holds it | → held | – |
 //! | held | one holds it, nobody waits | → contended, waits | → free |
 //! | contended | one holds it, others may wait | waits | → free, wakes one |
+//! | hungry | one holds it, and somebody has slept for it in vain several times | waits | → handed, wakes one |
+//! | handed | nobody holds it; it is for those who have slept | who has slept → contended; others wait | – |
+//!
+//! So whoever takes it again and again, an exhausted pool's recalls say, keeps nobody out for ever: a thread that is
+//! woken would else find it taken each time.
 //!
 //! Holding a lock, or waiting for one, marks the thread (see `reentry`).
 //!
@@ -36,9 +41,14 @@ use crate::sync::{
 const FREE: u32 = 0;
 const HELD: u32 = 1;
 const CONTENDED: u32 = 2;
+const HUNGRY: u32 = 3;
+const HANDED: u32 = 4;
 
 /// How often a thread looks again before it sleeps.
 const SPINS: u32 = if cfg!(loom) { 1 } else { 100 };
+
+/// How often a thread sleeps in vain until it has the lock handed over.
+const PATIENCE: u32 = if cfg!(loom) { 1 } else { 4 };
 
 /// The state, without what it protects.
 #[derive(Debug)]
@@ -76,14 +86,31 @@ impl RawLock {
         for _ in 0..SPINS {
             match self.state.load(Relaxed) {
                 FREE if self.try_lock() => return,
-                CONTENDED => break,
-                _ => std::hint::spin_loop(),
+                FREE | HELD => std::hint::spin_loop(),
+                _ => break,
             }
         }
-        // Whoever gets it this way cannot know whether others wait, and leaves it contended. Acquire as in
-        // `try_lock`.
-        while self.state.swap(CONTENDED, Acquire) != FREE {
-            self.sleepers.wait(&self.state, CONTENDED);
+        let mut slept = 0;
+        loop {
+            let state = self.state.load(Relaxed);
+            let mine = state == FREE || (state == HANDED && slept > 0);
+            let next = match state {
+                // Whoever gets it this way cannot know whether others wait, and leaves it contended.
+                _ if mine => CONTENDED,
+                HELD | CONTENDED if slept >= PATIENCE => HUNGRY,
+                HELD => CONTENDED,
+                _ => state,
+            };
+            // Acquire as in `try_lock`.
+            if next != state && self.state.compare_exchange(state, next, Acquire, Relaxed).is_err()
+            {
+                continue;
+            }
+            if mine {
+                return;
+            }
+            self.sleepers.wait(&self.state, next);
+            slept += 1;
         }
     }
 
@@ -91,9 +118,18 @@ impl RawLock {
     #[inline]
     fn unlock(&self) {
         // Pairs with the Acquires above: what was done under the lock is seen under the next.
-        if self.state.swap(FREE, Release) == CONTENDED {
-            self.sleepers.wake_one(&self.state);
+        if self.state.compare_exchange(HELD, FREE, Release, Relaxed).is_err() {
+            self.unlock_slow();
         }
+    }
+
+    #[cold]
+    fn unlock_slow(&self) {
+        // Others may make it hungry meanwhile, and nothing else. Whoever did so either sleeps and can be woken, or
+        // is about to, sees that the state has changed, and looks again: handed, it is taken. Release as in `unlock`.
+        let next = |state| Some(if state == HUNGRY { HANDED } else { FREE });
+        let _ = self.state.fetch_update(Release, Relaxed, next);
+        self.sleepers.wake_one(&self.state);
     }
 }
 
@@ -296,5 +332,23 @@ mod loom_tests {
     #[test]
     fn loom_three_threads_are_never_two_inside() {
         model(3);
+    }
+
+    /// One that takes it again and again, and one that waits for it: handed over, and taken as usual afterwards.
+    #[test]
+    fn loom_a_lock_that_is_handed_over_is_had() {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(|| {
+            let shared = Arc::new((RawLock::new(), UnsafeCell::new(0)));
+            let other = {
+                let shared = shared.clone();
+                thread::spawn(move || add_one(&shared))
+            };
+            (0..3).for_each(|_| add_one(&shared));
+            other.join().unwrap();
+            // SAFETY: the other is gone.
+            assert_eq!(shared.1.with(|v| unsafe { *v }), 4);
+        });
     }
 }
