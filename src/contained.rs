@@ -6,11 +6,23 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Runs `f`; `None` if it panicked. What it panicked with is never dropped, for that may panic in turn.
+/// Runs `f`; `None` if it panicked.
 ///
 /// Whatever `f` may have left half done is the caller's to judge.
 pub(crate) fn contained<T>(f: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(f)).map_err(mem::forget).ok()
+    let payload = match catch_unwind(AssertUnwindSafe(f)) {
+        Ok(done) => return Some(done),
+        Err(payload) => payload,
+    };
+    // What it panicked with may panic in turn when it is dropped, and so on; text does not, and of anything else the
+    // second is left alone.
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload)))
+        && !again.is::<&'static str>()
+        && !again.is::<String>()
+    {
+        mem::forget(again);
+    }
+    None
 }
 
 #[cfg(all(test, not(loom)))]
