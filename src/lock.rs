@@ -200,7 +200,8 @@ impl<T> Mutex<T> {
     /// The guard that was kept back by [`MutexGuard::keep`].
     ///
     /// # Safety
-    /// It was, on this thread, and this is called once for it.
+    /// It was, on this thread. If this is called several times for it, one guard at a time is there, and one of them
+    /// all is dropped; the others are forgotten.
     pub(crate) unsafe fn kept(&self) -> MutexGuard<'_, T> {
         MutexGuard { mutex: self, _mark: Mark::kept() }
     }

@@ -117,7 +117,8 @@ pub(crate) struct Hold<'a> {
 
 impl<'a> Hold<'a> {
     /// # Safety
-    /// This thread has locked the state and kept the guard back; once for each time.
+    /// This thread has locked the state and kept the guard back. One such hold at a time is there, and one of them all
+    /// is dropped ([`Mutex::kept`]).
     unsafe fn kept(local: &'a Local) -> Self {
         // SAFETY: passed on.
         Self { local, state: unsafe { local.state.kept() } }
