@@ -39,7 +39,7 @@ pub struct Buf<R = Any> {
     _owns: PhantomData<([u8; 0], R)>,
 }
 
-/// Where a block goes back to: its class's place in the low half, its pool's gate in the high half.
+/// Where a block goes back to: its class's code in the low half, its pool's gate in the high half.
 ///
 /// One word, for the reason that the keys are: a handle that is moved through memory would otherwise be
 /// stored in two halves and loaded as a whole.
@@ -49,13 +49,13 @@ struct Home(u64);
 impl Home {
     #[inline(always)]
     const fn new(place: Place, slot_offset: u32) -> Self {
-        Self(place.offset() as u64 | (slot_offset as u64) << 32)
+        Self(place.code() as u64 | (slot_offset as u64) << 32)
     }
 
     #[inline(always)]
     const fn place(self) -> Place {
-        // SAFETY: the low half was a place's offset.
-        unsafe { Place::from_offset(self.0 as u32) }
+        // SAFETY: the low half was a place's code.
+        unsafe { Place::from_code(self.0 as u32) }
     }
 
     #[inline(always)]

@@ -17,134 +17,157 @@
 
 mod hold;
 
-use std::{cell::Cell, ptr};
+use std::{cell::Cell, marker::PhantomData, mem::offset_of, ptr};
 
 pub(crate) use self::hold::Local;
 use crate::{
     depot::{Depot, Magazine},
     gate::Gate,
-    size_class::{self, CLASSES, SPAN_CLASS},
+    size_class::{self, CLASSES, FIRST_CODE, SPAN_CLASS},
     slab::Entry,
     sync::{in_register, in_register_of, unlikely},
     sys::shadow,
 };
 
-/// One class's magazines in one thread.
-struct Mag {
-    top: Cell<*mut Entry>,
-    bottom: Cell<*mut Entry>,
-    end: Cell<*mut Entry>,
-    loaded: Cell<Option<Magazine>>,
-    previous: Cell<Option<Magazine>>,
+/// One class's magazines in one thread, among the others' in [`Magazines`].
+#[derive(Clone, Copy)]
+struct Mag<'a> {
+    /// Where the class's element of the first row is, or would be if rows began at code 0.
+    at: *const u8,
+    _all: PhantomData<&'a Magazines>,
 }
 
-const _: () = assert!(size_of::<Mag>() == 32, "class to magazine is a shift");
+/// An element of each row has this many bytes, so that a class's code gets there by a scaled address.
+const STEP: usize = size_of::<usize>();
 
-impl Mag {
-    const fn new() -> Self {
-        Self {
-            top: Cell::new(ptr::null_mut()),
-            bottom: Cell::new(ptr::null_mut()),
-            end: Cell::new(ptr::null_mut()),
-            loaded: Cell::new(None),
-            previous: Cell::new(None),
-        }
+impl<'a> Mag<'a> {
+    /// The class's element of the row that begins at `row` in [`Magazines`].
+    #[inline(always)]
+    fn in_row<T>(self, row: usize) -> &'a Cell<T> {
+        const { assert!(size_of::<T>() <= STEP) };
+        let offset = row as isize - (FIRST_CODE * STEP) as isize;
+        // SAFETY: `at` was made for a class that there is (`Magazines::mag`), so this is its element, and lives as
+        // long as they do; what is of type `T` in this row, the methods below know.
+        unsafe { &*self.at.wrapping_byte_offset(offset).cast() }
     }
 
     #[inline(always)]
-    fn pop(&self) -> Option<Entry> {
-        let top = self.top.get();
-        if top == self.bottom.get() {
+    fn top(self) -> &'a Cell<*mut Entry> {
+        self.in_row(offset_of!(Magazines, top))
+    }
+
+    #[inline(always)]
+    fn bottom(self) -> &'a Cell<*mut Entry> {
+        self.in_row(offset_of!(Magazines, bottom))
+    }
+
+    #[inline(always)]
+    fn end(self) -> &'a Cell<*mut Entry> {
+        self.in_row(offset_of!(Magazines, end))
+    }
+
+    fn loaded(self) -> &'a Cell<Option<Magazine>> {
+        self.in_row(offset_of!(Magazines, whole) + offset_of!(Whole, loaded))
+    }
+
+    fn previous(self) -> &'a Cell<Option<Magazine>> {
+        self.in_row(offset_of!(Magazines, whole) + offset_of!(Whole, previous))
+    }
+
+    #[inline(always)]
+    fn pop(self) -> Option<Entry> {
+        let top = self.top().get();
+        if top == self.bottom().get() {
             unlikely();
             return None;
         }
         // SAFETY: `bottom < top <= end` delimit the loaded magazine's memory, so `top - 1` is in it,
         // and was written by the push (or load) that moved `top` above it.
         let top = unsafe { top.sub(1) };
-        self.top.set(top);
+        self.top().set(top);
         // SAFETY: as above.
         Some(unsafe { top.read() })
     }
 
     #[inline(always)]
-    fn push(&self, entry: Entry) -> bool {
-        let top = self.top.get();
-        if top == self.end.get() {
+    fn push(self, entry: Entry) -> bool {
+        let top = self.top().get();
+        if top == self.end().get() {
             unlikely();
             return false;
         }
         // SAFETY: `bottom <= top < end` delimit the loaded magazine's memory, so `top` is in it.
         unsafe { top.write(entry) };
         // SAFETY: as above; one past `top` is at most `end`.
-        self.top.set(unsafe { top.add(1) });
+        self.top().set(unsafe { top.add(1) });
         true
     }
 
-    fn len(&self) -> usize {
-        (self.top.get() as usize - self.bottom.get() as usize) / size_of::<Entry>()
+    fn len(self) -> usize {
+        (self.top().get() as usize - self.bottom().get() as usize) / size_of::<Entry>()
     }
 
     /// How many blocks the loaded magazine may hold.
-    fn cap(&self) -> usize {
-        (self.end.get() as usize - self.bottom.get() as usize) / size_of::<Entry>()
+    fn cap(self) -> usize {
+        (self.end().get() as usize - self.bottom().get() as usize) / size_of::<Entry>()
     }
 
-    fn room(&self) -> usize {
-        (self.end.get() as usize - self.top.get() as usize) / size_of::<Entry>()
+    fn room(self) -> usize {
+        (self.end().get() as usize - self.top().get() as usize) / size_of::<Entry>()
     }
 
     /// Loads a magazine, to be used up to `cap` blocks, or up to what it holds if that is more.
-    fn load(&self, depot: &Depot, m: Magazine, cap: usize) {
+    fn load(self, depot: &Depot, m: Magazine, cap: usize) {
         let (first, room) = depot.memory(&m);
         let count = depot.count(&m);
-        self.bottom.set(first);
+        self.bottom().set(first);
         // SAFETY: `first` and `room` delimit one allocation, and `count <= room`.
         let (top, end) = unsafe { (first.add(count), first.add(cap.max(count).min(room))) };
-        self.end.set(end);
-        self.top.set(top);
-        self.loaded.set(Some(m));
+        self.end().set(end);
+        self.top().set(top);
+        self.loaded().set(Some(m));
     }
 
-    fn unload(&self, depot: &Depot) -> Option<Magazine> {
-        let m = self.loaded.take()?;
+    fn unload(self, depot: &Depot) -> Option<Magazine> {
+        let m = self.loaded().take()?;
         depot.set_count(&m, self.len());
-        self.top.set(ptr::null_mut());
-        self.bottom.set(ptr::null_mut());
-        self.end.set(ptr::null_mut());
+        self.top().set(ptr::null_mut());
+        self.bottom().set(ptr::null_mut());
+        self.end().set(ptr::null_mut());
         Some(m)
     }
 
     /// Makes the previous magazine the loaded one and the other way round.
-    fn swap(&self, depot: &Depot, cap: usize) {
-        let now = self.previous.take();
-        self.previous.set(self.unload(depot));
+    fn swap(self, depot: &Depot, cap: usize) {
+        let now = self.previous().take();
+        self.previous().set(self.unload(depot));
         if let Some(m) = now {
             self.load(depot, m, cap);
         }
     }
 
     /// Lets the loaded magazine be used up to `cap` blocks.
-    fn widen(&self, depot: &Depot, cap: usize) {
-        if let Some(m) = self.loaded.take() {
+    fn widen(self, depot: &Depot, cap: usize) {
+        if let Some(m) = self.loaded().take() {
             let (first, room) = depot.memory(&m);
             // SAFETY: `first` and `room` delimit one allocation.
             let end = unsafe { first.add(cap.min(room)) };
-            self.end.set(end.max(self.top.get()));
-            self.loaded.set(Some(m));
+            self.end().set(end.max(self.top().get()));
+            self.loaded().set(Some(m));
         }
     }
 
     /// How many blocks the previous magazine holds, if there is one. Only reads, for it is also asked of
     /// the empty magazines, which all threads share.
-    fn previous_len(&self, depot: &Depot) -> Option<usize> {
+    fn previous_len(self, depot: &Depot) -> Option<usize> {
         // SAFETY: whoever may touch the magazines is alone with them (the gate's table), and no reference
         // to the inside of the cell outlives this call.
-        unsafe { &*self.previous.as_ptr() }.as_ref().map(|m| depot.count(m))
+        unsafe { &*self.previous().as_ptr() }.as_ref().map(|m| depot.count(m))
     }
 }
 
-/// A class as the hot path carries it: where its magazine lies among the others, in bytes. Of 32 bits, but held in
-/// a whole register, lest it be widened again.
+/// A class as the hot path carries it: its [code](size_class::code_of). Of 32 bits, and less, but held in a whole
+/// register, lest it be widened again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Place(usize);
 
@@ -152,19 +175,26 @@ impl Place {
     /// `class` is below [`CLASSES`], or [`SPAN_CLASS`].
     #[inline(always)]
     pub(crate) const fn of(class: usize) -> Self {
-        Self(class * size_of::<Mag>())
+        Self(class + FIRST_CODE)
     }
 
+    /// The class of buffers of `len` bytes, which are in `1..=MAX_BLOCK`; see [`size_class::code_of`].
     #[inline(always)]
-    pub(crate) const fn offset(self) -> u32 {
+    pub(crate) const fn of_len(len: usize) -> Self {
+        Self(size_class::code_of(len))
+    }
+
+    /// Never 0.
+    #[inline(always)]
+    pub(crate) const fn code(self) -> u32 {
         self.0 as u32
     }
 
     /// # Safety
-    /// `offset` came from [`offset`](Place::offset).
+    /// `code` came from [`code`](Place::code).
     #[inline(always)]
-    pub(crate) const unsafe fn from_offset(offset: u32) -> Self {
-        Self(offset as usize)
+    pub(crate) const unsafe fn from_code(code: u32) -> Self {
+        Self(code as usize)
     }
 
     /// Tells the compiler what it cannot know of a computed class: that 32 bits hold it, so need not be cut out.
@@ -179,17 +209,32 @@ impl Place {
 
     #[inline(always)]
     pub(crate) const fn class(self) -> usize {
-        self.0 / size_of::<Mag>()
+        self.0 - FIRST_CODE
     }
 }
 
-/// All magazines of one thread for one pool.
-#[repr(C)]
+// One more than there are classes: spans above them find a magazine that is always empty and always
+// full, and so take the slow path without a test of their own.
+const MAGS: usize = CLASSES + 1;
+
+/// All magazines of one thread for one pool, in rows: of what is used together there is one for each class, and a
+/// class's code is the index, scaled by eight, into each row.
+#[repr(C, align(64))]
 pub(crate) struct Magazines {
-    // One more than there are classes: spans above them find a magazine that is always empty and always
-    // full, and so take the slow path without a test of their own.
-    mags: [Mag; CLASSES + 1],
+    top: [Cell<*mut Entry>; MAGS],
+    bottom: [Cell<*mut Entry>; MAGS],
+    end: [Cell<*mut Entry>; MAGS],
+    whole: [Whole; MAGS],
 }
+
+/// The magazines as the depot knows them.
+#[repr(C)]
+struct Whole {
+    loaded: Cell<Option<Magazine>>,
+    previous: Cell<Option<Magazine>>,
+}
+
+const _: () = assert!(size_of::<Whole>() == STEP);
 
 /// What a closed gate leads to: magazines without any room, so that both pop and push fail.
 struct Empty(Magazines);
@@ -197,7 +242,7 @@ struct Empty(Magazines);
 // SAFETY: nothing ever writes to it: a pop finds `top == bottom`, a push `top == end`.
 unsafe impl Sync for Empty {}
 
-static EMPTY: Empty = Empty(Magazines { mags: [const { Mag::new() }; CLASSES + 1] });
+static EMPTY: Empty = Empty(Magazines::new());
 
 /// See [`Empty`].
 pub(crate) const fn empty() -> *mut Magazines {
@@ -205,25 +250,29 @@ pub(crate) const fn empty() -> *mut Magazines {
 }
 
 impl Magazines {
+    const fn new() -> Self {
+        const NONE: Cell<*mut Entry> = Cell::new(ptr::null_mut());
+        let whole = [const { Whole { loaded: Cell::new(None), previous: Cell::new(None) } }; MAGS];
+        Self { top: [NONE; MAGS], bottom: [NONE; MAGS], end: [NONE; MAGS], whole }
+    }
+
     #[inline(always)]
-    fn mag(&self, place: Place) -> &Mag {
-        // SAFETY: `at` gives the place of an element of `mags`, which is the only field.
-        unsafe { &*in_register(self.at(place)) }
+    fn mag(&self, place: Place) -> Mag<'_> {
+        Mag { at: in_register(self.at(place)), _all: PhantomData }
     }
 
     /// The same for pushing, and for popping, which follow each other.
     #[inline(always)]
-    fn mag_for<const PUSH: bool>(&self, place: Place) -> &Mag {
-        // SAFETY: as above.
-        unsafe { &*in_register_of::<_, PUSH>(self.at(place)) }
+    fn mag_for<const PUSH: bool>(&self, place: Place) -> Mag<'_> {
+        Mag { at: in_register_of::<_, PUSH>(self.at(place)), _all: PhantomData }
     }
 
+    /// Every class in the crate comes from `code_of` of a length up to MAX_BLOCK or is SPAN_CLASS, so has its element
+    /// in each row.
     #[inline(always)]
-    fn at(&self, place: Place) -> *const Mag {
+    fn at(&self, place: Place) -> *const u8 {
         debug_assert!(place.class() <= SPAN_CLASS);
-        // SAFETY: every class in the crate comes from `class_of` of a length up to MAX_BLOCK or is
-        // SPAN_CLASS, so its place is that of an element of `mags`.
-        unsafe { (&raw const self.mags).byte_add(place.0).cast::<Mag>() }
+        ptr::from_ref(self).cast::<u8>().wrapping_byte_add(place.0 * STEP)
     }
 }
 
@@ -318,10 +367,10 @@ impl ThreadGate {
         if n > 0 {
             // SAFETY: the top `n` entries of the loaded magazine are written, and `out` has room.
             unsafe {
-                let top = mag.top.get().sub(n);
+                let top = mag.top().get().sub(n);
                 top.copy_to_nonoverlapping(out.as_mut_ptr().add(out.len()), n);
                 out.set_len(out.len() + n);
-                mag.top.set(top);
+                mag.top().set(top);
             }
             out[out.len() - n..].iter().for_each(|&entry| show(place, entry));
         }
@@ -339,10 +388,10 @@ impl ThreadGate {
             entries[entries.len() - n..].iter().for_each(|&entry| hide(place, entry));
             // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
             unsafe {
-                let top = mag.top.get();
+                let top = mag.top().get();
                 entries.set_len(entries.len() - n);
                 top.copy_from_nonoverlapping(entries.as_ptr().add(entries.len()), n);
-                mag.top.set(top.add(n));
+                mag.top().set(top.add(n));
             }
         }
         self.leave();

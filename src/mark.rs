@@ -16,12 +16,12 @@ impl Mark {
         Self(AtomicU16::new(0))
     }
 
-    /// Marks the block as out, with an even number. Only by the block's owner, who gives it up.
+    /// Marks the block as out, with a number that is not 0. Only by the block's owner, who gives it up.
     #[inline(always)]
     pub(crate) fn set(&self, what: u16) {
-        debug_assert!(what.is_multiple_of(2));
+        debug_assert_ne!(what, 0);
         // Pairs with the swap in `clear`.
-        self.0.store(what | 1, Release);
+        self.0.store(what, Release);
     }
 
     /// Ends being out: of any number of callers exactly one gets the number, and owns the block.
@@ -30,7 +30,7 @@ impl Mark {
         // Acquire pairs with `set`: what the owner did with the block happened before. Release: what this caller
         // did before happens before the next owner's use; that comes through the pool in any case.
         let mark = self.0.swap(0, AcqRel);
-        (mark != 0).then_some(mark & !1)
+        (mark != 0).then_some(mark)
     }
 }
 

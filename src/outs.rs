@@ -79,12 +79,12 @@ impl Outs {
         let offset = block.as_ptr() as usize - self.base;
         if !offset.is_multiple_of(PAGE) {
             let Some(part) = self.part(offset) else { return false };
-            part[Self::in_part(offset)].set(place.offset() as u16);
+            part[Self::in_part(offset)].set(place.code() as u16);
             return true;
         }
         debug_assert!(offset < self.len);
         // SAFETY: a block lies in the pool, so its page is one of those that the table was made for.
-        unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.offset() as u16);
+        unsafe { self.near.get_unchecked(offset >> PAGE_SHIFT) }.set(place.code() as u16);
         true
     }
 
@@ -92,7 +92,7 @@ impl Outs {
     #[inline(never)]
     fn set_first(&self, block: NonNull<u8>, place: Place) {
         let offset = block.as_ptr() as usize - self.base;
-        self.make_part(offset)[Self::in_part(offset)].set(place.offset() as u16);
+        self.make_part(offset)[Self::in_part(offset)].set(place.code() as u16);
     }
 
     /// Where the marks begin, and how far they go, in bytes.
@@ -138,8 +138,8 @@ impl Outs {
 
     #[inline(always)]
     fn place(mark: u16) -> Option<Place> {
-        // SAFETY: marks are places' offsets.
-        Some(unsafe { Place::from_offset(mark.into()) })
+        // SAFETY: marks are places' codes.
+        Some(unsafe { Place::from_code(mark.into()) })
     }
 
     /// By planes, so that memory is touched for the offsets that occur alone.

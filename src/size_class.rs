@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A length is read as a floating-point number with three bits of mantissa: exponent and mantissa
-//! side by side are the class.
+//! side by side are the class's code, which the hot path uses as it is; the class is the code less the
+//! first class's.
 
 use std::alloc::Layout;
 
@@ -39,15 +40,24 @@ pub(crate) const PAGE_SHIFT: u32 = PAGE.trailing_zeros();
 /// Blocks of one slab at most: what its bitmaps hold.
 pub(crate) const MAX_SLAB_BLOCKS: usize = 256;
 
-/// The smallest class whose blocks hold `len` bytes. `len` must be in `1..=MAX_BLOCK`; beyond it the
+/// The first class's code.
+pub(crate) const FIRST_CODE: usize = (LINEAR_TOP.trailing_zeros() as usize) << STEPS_SHIFT;
+
+/// The code of the smallest class whose blocks hold `len` bytes. `len` must be in `1..=MAX_BLOCK`; beyond it the
 /// answer is out of range, never undefined.
 #[inline(always)]
-pub(crate) const fn class_of(len: usize) -> usize {
+pub(crate) const fn code_of(len: usize) -> usize {
     let x = len.wrapping_sub(1);
-    // The position of the top bit, less the mantissa's three: taken of a number already shifted by three,
-    // and spelt with an xor, so that it compiles to a single `bsr` where there is no `lzcnt`.
-    let shift = (x >> STEPS_SHIFT | LINEAR_TOP >> STEPS_SHIFT).leading_zeros() ^ (usize::BITS - 1);
-    (((shift - MIN_SHIFT) as usize) << STEPS_SHIFT) + (x >> shift)
+    // The position of the top bit, spelt with an xor, so that it compiles to a single `bsr` where there is no
+    // `lzcnt`. The mantissa's three bits are shifted in beforehand, so that one number shifts and counts.
+    let top = (x | LINEAR_TOP).leading_zeros() ^ (usize::BITS - 1);
+    ((top as usize) << STEPS_SHIFT) + (x << STEPS_SHIFT >> top)
+}
+
+/// The same as a number from 0 up.
+#[inline(always)]
+pub(crate) const fn class_of(len: usize) -> usize {
+    code_of(len) - FIRST_CODE
 }
 
 /// The block size of a class.

@@ -130,7 +130,7 @@ pub(crate) struct Landed {
 unsafe impl Send for Landed {}
 
 /// A [`Landed`] in two words, so that the slow path answers in registers: the offset from the base, which has
-/// 46 bits, with the place's, a multiple of 32 of 13 bits, above; and the length.
+/// 46 bits, with the place's code above; and the length.
 #[derive(Clone, Copy)]
 struct Words(usize, usize);
 
@@ -144,8 +144,8 @@ impl Words {
     }
 
     fn place(self) -> Place {
-        // SAFETY: the upper bits were a place's offset.
-        unsafe { Place::from_offset((self.0 >> Self::PLACE_SHIFT) as u32) }
+        // SAFETY: the upper bits were a place's code.
+        unsafe { Place::from_code((self.0 >> Self::PLACE_SHIFT) as u32) }
     }
 }
 
@@ -203,7 +203,7 @@ impl Tokens {
         debug_assert!(page < self.near.len());
         // SAFETY: the block lies in the pool, so its page is one of those that the table was made for.
         let record = unsafe { self.near.get_unchecked(page) };
-        let cargo = Cargo::new(place.offset() as u16, len as u16, tick::stamp());
+        let cargo = Cargo::new(place.code() as u16, len as u16, tick::stamp());
         let generation = record.take_off(cargo);
         // The page's number, moved to its place from where the offset has it.
         let page = (offset as u64) << (PAGE_AT - PAGE_SHIFT);
@@ -225,7 +225,7 @@ impl Tokens {
             self.far_record(page + 1, 0).set_cargo(cargo);
         }
         let flag = if kind == Kind::Posted { POSTED as u16 } else { 0 };
-        let place = place.offset() as u16 | flag;
+        let place = place.code() as u16 | flag;
         let cargo = Cargo::new(place, len.min(LONG) as u16, tick::stamp());
         let generation = self.far_record(page, plane).take_off(cargo);
         self.far_token(page, plane, generation)
@@ -254,8 +254,8 @@ impl Tokens {
             let record = unsafe { self.near.get_unchecked(page) };
             if record.land(token as u32) {
                 let cargo = record.load();
-                // SAFETY: the place was a place's offset when it took off.
-                let place = unsafe { Place::from_offset(cargo.place()) };
+                // SAFETY: the place was a place's code when it took off.
+                let place = unsafe { Place::from_code(cargo.place()) };
                 let ptr = self.block_at(page << PAGE_SHIFT);
                 return Some(Landed { ptr, page, len: cargo.len(), place });
             }

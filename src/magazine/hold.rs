@@ -47,9 +47,8 @@ impl Local {
     /// # Safety
     /// `gate` stays valid until [`Hold::detach`] was called.
     pub(crate) unsafe fn new(gate: *const ThreadGate) -> Arc<Self> {
-        let mags = std::array::from_fn(|_| Mag::new());
         Arc::new(Self {
-            magazines: Box::new(UnsafeCell::new(Magazines { mags })),
+            magazines: Box::new(UnsafeCell::new(Magazines::new())),
             state: Mutex::new(LocalState {
                 attached: true,
                 caps: [0; PLACES],
@@ -126,7 +125,7 @@ impl<'a> Hold<'a> {
 }
 
 impl Hold<'_> {
-    fn mag(&self, class: usize) -> &Mag {
+    fn mag(&self, class: usize) -> Mag<'_> {
         // SAFETY: a `Hold` exists only under the state's lock, made by the owner outside of its gate or
         // by a thief after the gate was revoked and idle: nobody else is at the magazines.
         unsafe { (*self.local.magazines.get()).mag(Place::of(class)) }
@@ -183,10 +182,10 @@ impl Hold<'_> {
         let Some(full) = depot.get_full(class) else { return false };
         depot.count_from_depot(class);
         let brought = depot.count(&full);
-        if let Some(empty) = mag.previous.take() {
+        if let Some(empty) = mag.previous().take() {
             depot.put_empty(class, empty);
         }
-        mag.previous.set(mag.unload(depot));
+        mag.previous().set(mag.unload(depot));
         mag.load(depot, full, cap);
         self.state.brought[class] = brought as u16;
         true
@@ -194,7 +193,7 @@ impl Hold<'_> {
 
     /// Whether the class has no loaded magazine yet.
     pub(crate) fn lacks(&self, class: usize) -> bool {
-        self.mag(class).end.get().is_null()
+        self.mag(class).end().get().is_null()
     }
 
     /// Makes room in the loaded magazine, with `empty` in its place if need be. `Some` is a full magazine that the
@@ -224,10 +223,10 @@ impl Hold<'_> {
                 depot.put_empty(class, empty);
                 return None;
             }
-            Some(_) => surplus = mag.previous.take().and_then(|m| depot.put_full(class, m).err()),
+            Some(_) => surplus = mag.previous().take().and_then(|m| depot.put_full(class, m).err()),
             None => {}
         }
-        mag.previous.set(mag.unload(depot));
+        mag.previous().set(mag.unload(depot));
         mag.load(depot, empty, cap);
         surplus
     }
@@ -243,7 +242,7 @@ impl Hold<'_> {
     ) {
         let cap = self.cap(depot, class);
         let mag = self.mag(class);
-        if mag.end.get().is_null() {
+        if mag.end().get().is_null() {
             let Some(m) = empty.take().or_else(|| depot.get_empty(class)) else { return };
             mag.load(depot, m, cap);
         }
@@ -272,10 +271,10 @@ impl Hold<'_> {
                 for m in self.unload(depot, other) {
                     let Err(m) = self.put_by(depot, other, m) else { continue };
                     let mag = self.mag(other);
-                    if mag.end.get().is_null() {
+                    if mag.end().get().is_null() {
                         mag.load(depot, m, 0);
                     } else {
-                        mag.previous.set(Some(m));
+                        mag.previous().set(Some(m));
                     }
                 }
             }
@@ -308,7 +307,7 @@ impl Hold<'_> {
 
     fn unload(&self, depot: &Depot, class: usize) -> impl Iterator<Item = Magazine> + use<> {
         let mag = self.mag(class);
-        [mag.previous.take(), mag.unload(depot)].into_iter().flatten()
+        [mag.previous().take(), mag.unload(depot)].into_iter().flatten()
     }
 
     fn put_by(&self, depot: &Depot, class: usize, m: Magazine) -> Result<(), Magazine> {

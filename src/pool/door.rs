@@ -8,7 +8,6 @@ use crate::{
     buf::Buf,
     magazine::{Place, ThreadGate},
     reach::Any,
-    size_class,
     slab::Entry,
     sync::unlikely,
     thread::{self, Slot},
@@ -65,7 +64,7 @@ impl Door {
     /// Takes a block for `len` bytes that is still to be marked as out.
     #[inline(always)]
     pub(crate) fn take(&self, len: usize) -> Option<Taken<'_>> {
-        let (gate, place) = (self.gate(), Place::of(size_class::class_of(len)));
+        let (gate, place) = (self.gate(), Place::of_len(len));
         let entry = PoolRef::cached(gate, place, len)?;
         // SAFETY: a block came through it.
         Some(Taken { core: unsafe { self.core() }, gate, entry, place })
@@ -92,7 +91,7 @@ impl Door {
     /// The block came through this door, and is the caller's.
     pub(crate) unsafe fn mark(&self, block: NonNull<u8>, len: usize) {
         // SAFETY: the block holds the door open.
-        unsafe { self.core() }.outs.set(block, Place::of(size_class::class_of(len)));
+        unsafe { self.core() }.outs.set(block, Place::of_len(len));
     }
 
     /// Frees a block, whatever it takes.

@@ -161,7 +161,7 @@ impl PoolRef {
         if !is_plain(layout) || core.odd.load(Relaxed) != 0 {
             return false;
         }
-        let place = Place::of(size_class::class_of(layout.size()));
+        let place = Place::of_len(layout.size());
         let entry = Entry { ptr, keys: core.slabs.map().keys_at(ptr) };
         // SAFETY: this thread's own gate, which lives as long as the thread.
         unsafe { &*thread::gate_at(self.slot_offset) }.push(place, entry)

@@ -32,7 +32,7 @@ impl PoolRef {
         gate: *const ThreadGate,
         len: usize,
     ) -> Result<Buf<R>, AllocError> {
-        let mut place = Place::of(size_class::class_of(len));
+        let mut place = Place::of_len(len);
         let mut entry = Self::cached(gate, place, len);
         if entry.is_none()
             && let Some(slow) = Self::alloc_slow(self.core, len).get()
@@ -115,7 +115,7 @@ pub(super) struct Block {
 pub(super) struct Answer(u64, u64);
 
 const _: () =
-    assert!(Place::of(CLASSES).offset() < 1 << (u64::BITS - Answer::PLACE_SHIFT), "a place fits");
+    assert!(Place::of(CLASSES).code() < 1 << (u64::BITS - Answer::PLACE_SHIFT), "a place fits");
 
 impl Answer {
     pub(super) const NONE: Self = Self(0, 0);
@@ -129,7 +129,7 @@ impl Answer {
     pub(super) fn new(entry: Entry, class: usize, beyond: bool) -> Self {
         let addr = entry.ptr.as_ptr() as u64;
         debug_assert_eq!(addr & !Self::ADDR, 0);
-        let place = u64::from(Place::of(class).offset()) << Self::PLACE_SHIFT;
+        let place = u64::from(Place::of(class).code()) << Self::PLACE_SHIFT;
         Self(addr | place | if beyond { Self::BEYOND } else { 0 }, entry.keys.word())
     }
 
@@ -138,7 +138,7 @@ impl Answer {
         let ptr = NonNull::new((self.0 & Self::ADDR) as *mut u8)?;
         let entry = Entry { ptr, keys: PackedKeys::from_word(self.1) };
         // SAFETY: that is what was put there.
-        let place = unsafe { Place::from_offset((self.0 >> Self::PLACE_SHIFT) as u32) };
+        let place = unsafe { Place::from_code((self.0 >> Self::PLACE_SHIFT) as u32) };
         Some(Block { entry, place, beyond: self.0 & Self::BEYOND != 0 })
     }
 }

@@ -196,7 +196,7 @@ impl<R> Share<R> {
     #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let inner = self.reserve.inner();
-        let (mut home, mut place) = (inner, Place::of(size_class::class_of(len)));
+        let (mut home, mut place) = (inner, Place::of_len(len));
         let mut entry = PoolRef::cached(thread::gate_at(inner.slot_offset), place, len);
         if entry.is_none()
             && let Some(slow) = PoolRef::share_slow(inner.core, len).get()

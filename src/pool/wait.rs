@@ -320,7 +320,7 @@ impl<R> Pool<R> {
         if len.wrapping_sub(1) >= MAX_BLOCK {
             return None;
         }
-        let place = Place::of(size_class::class_of(len));
+        let place = Place::of_len(len);
         // SAFETY: this thread's own gate, which lives as long as the thread.
         let entry = unsafe { &*gate_at(self.inner.slot_offset) }.pop(place)?;
         Some(Buf::new(self.inner, entry, len, place))
