@@ -22,11 +22,11 @@ const SLACK: u64 = 2_000;
 
 /// A pair of `Pool::alloc`, without a look at keys.
 const BARE: u64 = 27;
-const BARE_ANY_LENGTH: u64 = 45;
+const BARE_ANY_LENGTH: u64 = 40;
 /// At most 1.3 times that.
 const VEC: u64 = BARE * 13 / 10;
 /// `Vec` looks at its capacity three times, and the class is computed at both ends.
-const VEC_ANY_LENGTH: u64 = 71;
+const VEC_ANY_LENGTH: u64 = 61;
 /// A pair of calls of an allocator that does nothing, and one of the pool's, without a collection.
 const NOTHING: u64 = 6;
 const RAW: u64 = 36;

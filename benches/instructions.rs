@@ -23,28 +23,28 @@ const SLACK: u64 = 2_000;
 /// The gates, in instructions a pair.
 const PLAIN: u64 = 32;
 /// The length is not known when compiling, so its class is computed.
-const ANY_LENGTH: u64 = 50;
+const ANY_LENGTH: u64 = 45;
 /// Without a look at keys, for on several devices that is a look-up.
 const RAILS: u64 = 27;
 /// With one such look-up, of the second device.
-const RAILS_KEYS: u64 = 66;
-const LOCAL: u64 = 33;
-/// From an access class, by `Pool::alloc_in`: three more, to see that it is one of this pool.
-const CLASS: u64 = 35;
+const RAILS_KEYS: u64 = 65;
+const LOCAL: u64 = 32;
+/// From an access class, by `Pool::alloc_in`: two more, to see that it is one of this pool.
+const CLASS: u64 = 34;
 /// From a share's reserve: three more, since where the buffer goes back to is not known when compiling, and
 /// the drop cannot use the gate that the alloc has found.
 const SHARE: u64 = 35;
 /// Every block passes through the depot.
 const CROSS: u64 = 67;
 /// One object of a batch of 32, looked at through its scatter-gather element (nine instructions).
-const MANY: u64 = 18;
+const MANY: u64 = 17;
 /// A plain pair with a trip into a token and back in between, of which the bench itself takes three (the token
 /// and the length pass through memory).
 const TOKEN: u64 = PLAIN + 42;
 /// A bare address and back, any length; wrong ones are told.
-const RAW: u64 = 83;
+const RAW: u64 = 78;
 /// The same through the C interface, where nothing is inlined.
-const C: u64 = 107;
+const C: u64 = 101;
 
 fn builder() -> Builder {
     Pool::builder()

@@ -7,7 +7,7 @@ use crate::{
     buf::Buf,
     device::Device,
     error::{AllocError, UnknownDevice},
-    magazine::{Place, ThreadGate},
+    magazine::{Place, ThreadSlot},
     pool::PoolRef,
     reach::{Any, OneDevice, Rails},
     size_class::{self, MAX_BLOCK, SPAN_CLASS},
@@ -74,8 +74,8 @@ impl<R> Batch<R> {
     }
 
     #[inline]
-    fn gate(&self) -> *const ThreadGate {
-        thread::gate_at(self.pool.slot_offset)
+    fn slot(&self) -> *const ThreadSlot {
+        thread::slot_at(self.pool.slot_offset)
     }
 
     #[inline]
@@ -94,8 +94,8 @@ impl<R> Batch<R> {
             self.place = Place::of(Self::class(len));
         }
         let n = n.min(self.entries.capacity() - self.entries.len());
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let got = unsafe { &*self.gate() }.pop_many(self.place, n, &mut self.entries);
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        let got = unsafe { &*self.slot() }.pop_many(self.place, n, &mut self.entries);
         if got == n {
             return Ok(n);
         }
@@ -151,9 +151,9 @@ impl<R> Batch<R> {
                 Err(e) if got == 0 => return Err(e),
                 Err(_) => break,
             }
-            let gate = self.gate();
+            let slot = self.slot();
             // SAFETY: as in `refill`.
-            got += unsafe { &*gate }.pop_many(self.place, n - got, &mut self.entries);
+            got += unsafe { &*slot }.pop_many(self.place, n - got, &mut self.entries);
         }
         Ok(got)
     }
@@ -171,9 +171,9 @@ impl<R> Batch<R> {
             return;
         }
         // What the magazine has no room for goes one by one, through the slow path, which makes room.
-        let gate = self.gate();
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        unsafe { &*gate }.push_many(self.place, &mut self.entries);
+        let slot = self.slot();
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        unsafe { &*slot }.push_many(self.place, &mut self.entries);
         if !self.entries.is_empty() {
             self.free_slow();
         }
@@ -185,9 +185,9 @@ impl<R> Batch<R> {
         while let Some(buf) = self.pop() {
             drop(buf);
             if !self.entries.is_empty() {
-                let gate = self.gate();
+                let slot = self.slot();
                 // SAFETY: as in `free`.
-                unsafe { &*gate }.push_many(self.place, &mut self.entries);
+                unsafe { &*slot }.push_many(self.place, &mut self.entries);
             }
         }
     }

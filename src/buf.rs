@@ -39,7 +39,7 @@ pub struct Buf<R = Any> {
     _owns: PhantomData<([u8; 0], R)>,
 }
 
-/// Where a block goes back to: its class's code in the low half, its pool's gate in the high half.
+/// Where a block goes back to: its class's code in the low half, its pool's slot in the high half.
 ///
 /// One word, for the reason that the keys are: a handle that is moved through memory would otherwise be
 /// stored in two halves and loaded as a whole.
@@ -284,9 +284,9 @@ impl From<Buf<Remote>> for Buf {
 impl<R> Drop for Buf<R> {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: `gate_at` gives this thread's own gate, which lives as long as the thread.
-        let gate = unsafe { &*thread::gate_at(self.home.slot_offset()) };
-        if !gate.push(self.home.place(), self.entry) {
+        // SAFETY: `slot_at` gives this thread's own slot, which lives as long as the thread.
+        let slot = unsafe { &*thread::slot_at(self.home.slot_offset()) };
+        if !slot.push(self.home.place(), self.entry) {
             // SAFETY: not pushed, so this buffer is still live, and its core with it.
             unsafe { Core::free_slow(self.core, self.entry, self.home.place()) };
         }

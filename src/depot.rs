@@ -134,8 +134,14 @@ impl Depot {
 
     /// First entry and length of a magazine's memory. Touching it is the right of `m`'s owner.
     pub(crate) fn memory(&self, m: &Magazine) -> (*mut Entry, usize) {
-        let entries = &self.slot(m).entries;
-        (entries.as_ptr() as *mut Entry, entries.len())
+        let (first, _, room) = self.extent(m);
+        (first, room)
+    }
+
+    /// The same, and in between how many blocks it holds if it is not loaded.
+    pub(crate) fn extent(&self, m: &Magazine) -> (*mut Entry, usize, usize) {
+        let Slot { entries, count, .. } = self.slot(m);
+        (entries.as_ptr() as *mut Entry, count.load(Relaxed), entries.len())
     }
 
     /// How many blocks a magazine holds that is not loaded.

@@ -82,87 +82,47 @@ mod loom_tests {
     //! Two heaps, two blocks, a thread that never has more than one of them and moves it to and fro, and one
     //! that searches: every interleaving, and the search is never refused.
     use loom::{
-        cell::UnsafeCell,
         sync::{Arc, Mutex},
         thread,
     };
 
     use super::*;
-    use crate::gate::{Gate, revoke_all};
+    use crate::gate::model::Small;
 
     /// A heap with one thread's magazine: blocks behind a gate, and the lock of its slow path.
     struct Own {
-        gate: Gate<UnsafeCell<u32>>,
-        cached: UnsafeCell<u32>,
-        empty: UnsafeCell<u32>,
+        cached: Small,
         lock: Mutex<()>,
         drought: Drought,
     }
 
-    // SAFETY: `cached` is touched inside the open gate by its owner, or under the lock with the gate closed
-    // and idle; `empty` by nobody.
-    unsafe impl Sync for Own {}
-    // SAFETY: as above.
-    unsafe impl Send for Own {}
-
     impl Own {
-        fn cached(&self) -> *mut UnsafeCell<u32> {
-            (&raw const self.cached).cast_mut()
-        }
-
-        fn empty(&self) -> *mut UnsafeCell<u32> {
-            (&raw const self.empty).cast_mut()
-        }
-
         /// The owner's free: through the gate, or if that is closed under the lock.
         fn free(&self) {
-            let inside = self.gate.enter();
-            if inside == self.cached() {
-                self.cached.with_mut(|n| unsafe { *n += 1 });
-                self.gate.leave();
+            if self.cached.push(1) {
                 return;
             }
-            self.gate.leave();
             let _lock = self.lock.lock().unwrap();
+            self.cached.set_right();
             self.drought.stir();
-            self.cached.with_mut(|n| unsafe { *n += 1 });
-            self.gate.publish(self.cached());
+            self.cached.load();
+            assert!(self.cached.push(1));
         }
 
-        /// The owner's alloc.
+        /// The owner's alloc. Without anything found no memory is loaded, so the gate does not open.
         fn alloc(&self) -> bool {
-            let inside = self.gate.enter();
-            if inside == self.cached() {
-                let got = self.cached.with_mut(|n| unsafe { take(n) });
-                self.gate.leave();
-                return got;
+            if self.cached.pop().is_some() {
+                return true;
             }
-            self.gate.leave();
             let _lock = self.lock.lock().unwrap();
-            let got = self.cached.with_mut(|n| unsafe { take(n) });
-            // Only with something found does the gate open again.
-            if got {
-                self.gate.publish(self.cached());
-            }
-            got
+            self.cached.set_right();
+            self.cached.pop().is_some()
         }
 
         /// The other thread's search.
         fn search(&self) -> bool {
             let _lock = self.lock.lock().unwrap();
-            revoke_all(std::iter::once(&self.gate), self.empty());
-            self.cached.with_mut(|n| unsafe { take(n) })
-        }
-    }
-
-    /// # Safety
-    /// The caller is alone with the count.
-    unsafe fn take(n: *mut u32) -> bool {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let got = *n > 0;
-            *n -= u32::from(got);
-            got
+            self.cached.steal().0 > 0
         }
     }
 
@@ -179,13 +139,12 @@ mod loom_tests {
         model.preemption_bound = Some(4);
         model.check(|| {
             let own = Arc::new(Own {
-                gate: Gate::new(std::ptr::null_mut()),
-                cached: UnsafeCell::new(1),
-                empty: UnsafeCell::new(0),
+                cached: Small::new(),
                 lock: Mutex::new(()),
                 drought: Drought::new(),
             });
-            own.gate.publish(own.cached());
+            own.cached.load();
+            assert!(own.cached.push(1));
             // The mover has the other block, and it is of these.
             let beyond = Arc::new(Mutex::new(0u32));
             let mover = {

@@ -1,79 +1,144 @@
-//! The gate: lets a thread use its own magazines with plain loads and stores, and lets another thread
-//! take that right away.
+//! The gate: lets a thread use its own magazine with plain loads and stores, and lets another thread take that
+//! right away.
 //!
-//! The owner announces itself (`busy`), then looks for the pointer to what it owns; a thief takes the
-//! pointer away (puts one to something empty in its place), then waits until the owner is not busy. Between store and load on each side stands a
-//! barrier, so at least one of the two sees the other. The owner's barrier costs nothing: the thief
-//! pays for both with `membarrier`, which makes every running thread execute one.
+//! Three words: `top` points above the last block, `bottom` and `end` delimit where blocks may be. The owner *marks*
+//! `top` (its lowest bit, while it is inside), and only then looks at one of the bounds. A thief *closes* the gate: it
+//! puts bounds there between which nothing can be popped or pushed, so that the owner's look for blocks is its look for
+//! thieves, too. Then the thief waits until there is no mark. Between store and load on each side stands a barrier, so
+//! at least one of the two sees the other. The owner's barrier costs nothing: the thief pays for both with
+//! `membarrier`, which makes every running thread execute one.
 //!
-//! | pointer | busy | who may touch the contents |
+//! | bounds | mark | who may touch the blocks |
 //! |---|---|---|
-//! | set | 0 | nobody (the owner by entering) |
-//! | set | 1 | the owner |
-//! | empty | 1 | the owner, if it entered before the pointer went; the thief waits |
-//! | empty | 0 | whoever holds the lock that `revoke` and `publish` are called under |
+//! | open | no | nobody (the owner by entering) |
+//! | open | yes | the owner |
+//! | closed | yes | the owner, if it looked before they were closed; the thief waits. Else nobody: it leaves at once |
+//! | closed | no | whoever holds the lock that `close` and `open` are called under |
+//!
+//! Nobody but the owner writes `top`: an owner that comes too late still marks it, and puts back what it was. What a
+//! thief leaves there is no longer true, and the owner sets it right before it opens the gate again.
+//!
+//! The mark is in a word that each pop and push writes in any case because the cache takes one store a cycle, or two
+//! to one line: a flag elsewhere, set and cleared twice a pair, costs two cycles of seven.
+
+use std::ptr;
 
 use crate::sync::{
     atomic::{
-        AtomicPtr, AtomicU32,
+        AtomicPtr,
         Ordering::{Acquire, Relaxed, Release},
     },
     heavy_barrier, light_barrier,
 };
 
+/// The words of one gate, wherever they lie.
 #[derive(Debug)]
-pub(crate) struct Gate<T> {
-    inside: AtomicPtr<T>,
-    busy: AtomicU32,
+pub(crate) struct Gate<'a, T> {
+    pub(crate) top: &'a AtomicPtr<T>,
+    pub(crate) bottom: &'a AtomicPtr<T>,
+    pub(crate) end: &'a AtomicPtr<T>,
 }
 
-impl<T> Gate<T> {
-    /// Makes a closed gate: whoever enters finds `empty`.
-    #[cfg(not(loom))]
-    pub(crate) const fn new(empty: *mut T) -> Self {
-        Self { inside: AtomicPtr::new(empty), busy: AtomicU32::new(0) }
-    }
-
-    #[cfg(loom)]
-    pub(crate) fn new(empty: *mut T) -> Self {
-        Self { inside: AtomicPtr::new(empty), busy: AtomicU32::new(0) }
-    }
-
-    /// Enters. Only the owner thread may call this, and must call [`leave`](Gate::leave) afterwards in
-    /// either case. A closed gate gives what it was closed with: by choosing that so that nothing can
-    /// be taken from it nor put into it, the caller saves a test.
+impl<T> Clone for Gate<'_, T> {
     #[inline(always)]
-    pub(crate) fn enter(&self) -> *mut T {
-        self.busy.store(1, Relaxed);
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Gate<'_, T> {}
+
+/// The lowest bit of `top`, which no pointer to a `T` has.
+const MARK: usize = 1;
+
+/// The bounds of a closed gate: nothing lies above the first, nothing below the second.
+pub(crate) const CLOSED_BOTTOM: usize = usize::MAX;
+
+impl<T> Gate<'_, T> {
+    /// Enters, and says where the top is. Only the owner may call this, must look at a bound next, and call
+    /// [`leave`](Gate::leave) in any case: with the same top if that look forbids to go on.
+    #[inline(always)]
+    pub(crate) fn enter(self) -> *mut T {
+        const { assert!(align_of::<T>() > MARK) };
+        // Relaxed, as all that the owner does to its own words: it sees its own stores.
+        let top = self.top.load(Relaxed);
+        self.top.store(top.wrapping_byte_add(MARK), Relaxed);
         light_barrier();
-        // Relaxed: only the owner itself ever stores anything but the empty one, which is constant.
-        self.inside.load(Relaxed)
+        top
     }
 
-    /// Leaves. Pairs with the load in [`revoke`](Gate::revoke)'s wait: the thief sees all that was done
-    /// inside.
+    /// Whether there is a block below `top`, and nobody has closed the gate. From inside. (Elsewhere `magazine.rs` has
+    /// this in one instruction.)
+    #[cfg(any(loom, miri, not(target_arch = "x86_64")))]
     #[inline(always)]
-    pub(crate) fn leave(&self) {
-        self.busy.store(0, Release);
+    pub(crate) fn may_pop(self, top: *mut T) -> bool {
+        // Relaxed: only the owner itself ever stores anything but what closes.
+        top > self.bottom.load(Relaxed)
     }
 
-    /// Opens the gate for `contents`. Only by the owner thread, and under the contents' lock.
-    pub(crate) fn publish(&self, contents: *mut T) {
-        self.inside.store(contents, Relaxed);
+    /// Whether there is room at `top`, and nobody has closed the gate. From inside.
+    #[cfg(any(loom, miri, not(target_arch = "x86_64")))]
+    #[inline(always)]
+    pub(crate) fn may_push(self, top: *mut T) -> bool {
+        // Relaxed: only the owner itself ever stores anything but what closes.
+        top < self.end.load(Relaxed)
     }
 
-    /// Closes the gate: the first half of taking over. Under the contents' lock. Not before a
-    /// [`heavy_barrier`] and [`wait_idle`](Gate::wait_idle) is the caller alone.
-    pub(crate) fn revoke(&self, empty: *mut T) {
-        self.inside.store(empty, Relaxed);
+    /// Leaves, with a new top. Pairs with the load in [`wait_idle`](Gate::wait_idle): the thief sees all that was
+    /// done inside.
+    #[inline(always)]
+    pub(crate) fn leave(self, top: *mut T) {
+        self.top.store(top, Release);
     }
 
-    /// Waits until the owner is outside. It is inside for a few instructions, unless it was descheduled
-    /// there.
-    pub(crate) fn wait_idle(&self) {
+    /// The top. By the owner, outside, or by a thief who closed the gate and waited.
+    pub(crate) fn top(self) -> *mut T {
+        // An owner that comes too late may have set the mark since, and put nothing else there.
+        self.top.load(Relaxed).map_addr(|addr| addr & !MARK)
+    }
+
+    /// The bounds, if the gate is open and has memory. By the owner.
+    pub(crate) fn bounds(self) -> Option<(*mut T, *mut T)> {
+        let (bottom, end) = (self.bottom.load(Relaxed), self.end.load(Relaxed));
+        (bottom.addr() != CLOSED_BOTTOM && !end.is_null()).then_some((bottom, end))
+    }
+
+    /// Whether a thief has closed it since the owner set its bounds. By the owner, under the lock.
+    pub(crate) fn is_closed(self) -> bool {
+        self.bottom.load(Relaxed).addr() == CLOSED_BOTTOM
+    }
+
+    /// Opens the gate, or moves its bounds. By the owner: under the lock and outside, or from inside after it
+    /// found the gate open; a thief may then come in between, and closes once more.
+    pub(crate) fn open(self, bottom: *mut T, end: *mut T) {
+        self.bottom.store(bottom, Relaxed);
+        self.end.store(end, Relaxed);
+    }
+
+    /// Makes it a gate without memory. By the owner, under the lock and outside.
+    pub(crate) fn shut(self) {
+        self.open(ptr::null_mut(), ptr::null_mut());
+        self.top.store(ptr::null_mut(), Relaxed);
+    }
+
+    /// Closes the gate: the first half of taking over. Under the lock. False if it was closed, or has no memory, which
+    /// is as good: in both cases the owner can neither pop nor push, and does not change that without the lock.
+    fn close(self) -> bool {
+        // An owner that moved the bounds while they were closed may have left either open.
+        let bottom = self.bottom.load(Relaxed).addr();
+        let open = !self.end.load(Relaxed).is_null() || (bottom != 0 && bottom != CLOSED_BOTTOM);
+        if open {
+            self.bottom.store(ptr::without_provenance_mut(CLOSED_BOTTOM), Relaxed);
+            self.end.store(ptr::null_mut(), Relaxed);
+        }
+        open
+    }
+
+    /// Waits until the owner is outside. It is inside for a few instructions, unless it was descheduled there.
+    fn wait_idle(self) {
         let mut spins = 0u32;
         // Acquire pairs with the Release in `leave`.
-        while self.busy.load(Acquire) != 0 {
+        while self.top.load(Acquire).addr() & MARK != 0 {
             spins += 1;
             #[cfg(not(loom))]
             if spins < 64 {
@@ -88,75 +153,274 @@ impl<T> Gate<T> {
     }
 }
 
-/// Closes several gates at the price of one barrier and waits until all owners are outside.
+/// Closes many gates at the price of one barrier and waits until all owners are outside.
 ///
-/// The caller holds the lock of each gate's contents, and is then alone with all of them until it
-/// releases the locks.
-pub(crate) fn revoke_all<'a, T: 'a>(
-    gates: impl Iterator<Item = &'a Gate<T>> + Clone,
-    empty: *mut T,
-) {
-    gates.clone().for_each(|gate| gate.revoke(empty));
-    heavy_barrier();
-    gates.for_each(Gate::wait_idle);
+/// The caller holds the lock of each gate's blocks, and is then alone with all of them until it releases the locks.
+/// Mostly two rounds: an owner who was moving the bounds from inside, as the first began, has opened its gate again.
+pub(crate) fn close_all<'a, T: 'a>(gates: impl Iterator<Item = Gate<'a, T>> + Clone) {
+    // All are closed, not just up to the first that was open.
+    while gates.clone().fold(false, |any, gate| gate.close() | any) {
+        heavy_barrier();
+        gates.clone().for_each(Gate::wait_idle);
+    }
+}
+
+#[cfg(all(test, loom))]
+pub(crate) mod model {
+    //! A magazine in small, for this module's and others' models: numbers behind a gate, in two memories of which one
+    //! is loaded. loom panics when two threads are at a memory, or at the note of which is loaded, at a time.
+    use std::ptr;
+
+    use loom::cell::UnsafeCell;
+
+    use super::*;
+
+    const ROOM: usize = 2;
+
+    pub(crate) struct Small {
+        top: AtomicPtr<UnsafeCell<u32>>,
+        bottom: AtomicPtr<UnsafeCell<u32>>,
+        end: AtomicPtr<UnsafeCell<u32>>,
+        memories: [Box<[UnsafeCell<u32>; ROOM]>; 2],
+        /// Which memory is loaded, if one is, and how much the other holds.
+        whole: UnsafeCell<(Option<usize>, usize)>,
+    }
+
+    // SAFETY: what it manages, and what is being proved.
+    unsafe impl Sync for Small {}
+    // SAFETY: as above.
+    unsafe impl Send for Small {}
+
+    impl Small {
+        pub(crate) fn new() -> Self {
+            let word = || AtomicPtr::new(ptr::null_mut());
+            let memory = || Box::new([(); ROOM].map(|()| UnsafeCell::new(0)));
+            Self {
+                top: word(),
+                bottom: word(),
+                end: word(),
+                memories: [memory(), memory()],
+                whole: UnsafeCell::new((None, 0)),
+            }
+        }
+
+        fn gate(&self) -> Gate<'_, UnsafeCell<u32>> {
+            Gate { top: &self.top, bottom: &self.bottom, end: &self.end }
+        }
+
+        fn first(&self, memory: usize) -> *mut UnsafeCell<u32> {
+            self.memories[memory].as_ptr().cast_mut()
+        }
+
+        /// The owner's, without the lock.
+        pub(crate) fn pop(&self) -> Option<u32> {
+            let top = self.gate().enter();
+            if !self.gate().may_pop(top) {
+                self.gate().leave(top);
+                return None;
+            }
+            let below = top.wrapping_sub(1);
+            // SAFETY: inside an open gate; loom checks.
+            let got = unsafe { (*below).with_mut(|n| std::mem::take(&mut *n)) };
+            self.gate().leave(below);
+            Some(got)
+        }
+
+        /// The owner's, without the lock.
+        pub(crate) fn push(&self, n: u32) -> bool {
+            let top = self.gate().enter();
+            if !self.gate().may_push(top) {
+                self.gate().leave(top);
+                return false;
+            }
+            // SAFETY: as above.
+            unsafe { (*top).with_mut(|place| *place = n) };
+            self.gate().leave(top.wrapping_add(1));
+            true
+        }
+
+        /// The owner's, without the lock: loads the other memory if the loaded one is empty.
+        pub(crate) fn exchange(&self) {
+            let mut top = self.gate().enter();
+            if let Some((bottom, _)) = self.gate().bounds()
+                && bottom == top
+            {
+                top = self.whole.with_mut(|whole| {
+                    // SAFETY: as above.
+                    let (loaded, other) = unsafe { &mut *whole };
+                    let Some(now) = loaded.as_mut() else { return top };
+                    *now = 1 - *now;
+                    let first = self.first(*now);
+                    self.gate().open(first, first.wrapping_add(ROOM));
+                    first.wrapping_add(std::mem::take(other))
+                });
+            }
+            self.gate().leave(top);
+        }
+
+        /// Begins the owner's slow path, under the lock.
+        pub(crate) fn set_right(&self) {
+            if !self.gate().is_closed() {
+                return;
+            }
+            // SAFETY: under the lock, outside; loom checks.
+            match self.whole.with(|whole| unsafe { (*whole).0 }) {
+                Some(now) => {
+                    let first = self.first(now);
+                    self.gate().open(first, first.wrapping_add(ROOM));
+                }
+                None => self.gate().shut(),
+            }
+        }
+
+        /// By the owner, under the lock: loads an empty memory if there is none.
+        pub(crate) fn load(&self) {
+            self.whole.with_mut(|whole| {
+                // SAFETY: as above.
+                let (loaded, _) = unsafe { &mut *whole };
+                if loaded.is_none() {
+                    *loaded = Some(0);
+                    let first = self.first(0);
+                    self.gate().open(first, first.wrapping_add(ROOM));
+                    self.gate().leave(first);
+                }
+            });
+        }
+
+        /// By the owner, under the lock: puts a number into the memory that is not loaded.
+        pub(crate) fn put_by(&self, n: u32) {
+            self.whole.with_mut(|whole| {
+                // SAFETY: as above.
+                let (loaded, other) = unsafe { &mut *whole };
+                let memory = 1 - loaded.unwrap_or(0);
+                // SAFETY: as above.
+                self.memories[memory][*other].with_mut(|place| unsafe { *place = n });
+                *other += 1;
+            });
+        }
+
+        /// A thief's, under the lock: how many there are. Leaves all as it is.
+        pub(crate) fn count(&self) -> usize {
+            close_all(std::iter::once(self.gate()));
+            self.whole.with(|whole| {
+                // SAFETY: closed and idle, under the lock; loom checks.
+                let (loaded, other) = unsafe { *whole };
+                loaded.map_or(0, |now| self.above(now) + other)
+            })
+        }
+
+        /// A thief's, under the lock: takes all, and says how many and their sum.
+        pub(crate) fn steal(&self) -> (usize, u32) {
+            close_all(std::iter::once(self.gate()));
+            self.whole.with_mut(|whole| {
+                // SAFETY: as above.
+                let (loaded, other) = unsafe { &mut *whole };
+                let Some(now) = loaded.take() else { return (0, 0) };
+                let (here, there) = (self.above(now), std::mem::take(other));
+                let places = [(now, here), (1 - now, there)];
+                let all = places.iter().flat_map(|&(m, n)| &self.memories[m][..n]);
+                // SAFETY: as above.
+                let sum =
+                    all.map(|place| place.with_mut(|n| unsafe { std::mem::take(&mut *n) })).sum();
+                (here + there, sum)
+            })
+        }
+
+        fn above(&self, memory: usize) -> usize {
+            (self.gate().top().addr() - self.first(memory).addr()) / size_of::<UnsafeCell<u32>>()
+        }
+    }
 }
 
 #[cfg(all(test, loom))]
 mod loom_tests {
-    //! Every interleaving of an owner and a thief: never both inside, and nothing the owner did is lost.
+    //! Every interleaving of an owner and thieves: never two at a memory, and no number is lost or had twice.
     use loom::{
-        cell::UnsafeCell,
         sync::{Arc, Mutex},
         thread,
     };
 
-    use super::*;
+    use super::model::Small;
 
-    struct Shared {
-        gate: Gate<UnsafeCell<u32>>,
-        contents: Box<UnsafeCell<u32>>,
-        lock: Mutex<()>,
+    /// As the pool's thread does: without the lock, or with it.
+    fn put(s: &(Small, Mutex<()>), n: u32) {
+        if !s.0.push(n) {
+            let _lock = s.1.lock().unwrap();
+            s.0.set_right();
+            s.0.load();
+            assert!(s.0.push(n));
+        }
     }
 
-    fn add_one(s: &Shared) {
-        let p = s.gate.enter();
-        if !p.is_null() {
-            // SAFETY: `contents` outlives the model; inside the gate it is the owner's, which is what
-            // is being proved: loom panics on a concurrent access.
-            unsafe { (*p).with_mut(|v| *v += 1) };
-            s.gate.leave();
-        } else {
-            s.gate.leave();
-            // The slow path: under the lock.
-            let _lock = s.lock.lock().unwrap();
-            // SAFETY: as above, the lock now being what gives the right.
-            unsafe { s.contents.with_mut(|v| *v += 1) };
-            s.gate.publish(&*s.contents as *const _ as *mut _);
-        }
+    fn get(s: &(Small, Mutex<()>)) -> Option<u32> {
+        s.0.pop().or_else(|| {
+            let _lock = s.1.lock().unwrap();
+            s.0.set_right();
+            s.0.pop()
+        })
+    }
+
+    fn check(f: impl Fn() + Sync + Send + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(4);
+        model.check(f);
     }
 
     #[test]
     fn loom_owner_and_thief_are_never_both_inside() {
-        loom::model(|| {
-            let s = Arc::new(Shared {
-                gate: Gate::new(std::ptr::null_mut()),
-                contents: Box::new(UnsafeCell::new(0)),
-                lock: Mutex::new(()),
-            });
-            s.gate.publish(&*s.contents as *const _ as *mut _);
+        check(|| {
+            let s = Arc::new((Small::new(), Mutex::new(())));
+            put(&s, 1);
             let t = s.clone();
             let thief = thread::spawn(move || {
-                let _lock = t.lock.lock().unwrap();
-                revoke_all(std::iter::once(&t.gate), std::ptr::null_mut());
-                // SAFETY: revoked and idle under the lock: the thief is alone.
-                unsafe { t.contents.with_mut(|v| std::mem::replace(&mut *v, 0)) }
+                let _lock = t.1.lock().unwrap();
+                t.0.steal()
             });
-            add_one(&s);
-            add_one(&s);
+            let got = get(&s);
+            put(&s, 2);
+            let (_, stolen) = thief.join().unwrap();
+            let _lock = s.1.lock().unwrap();
+            assert_eq!(got.unwrap_or(0) + stolen + s.0.steal().1, 3);
+        });
+    }
+
+    #[test]
+    fn loom_a_thief_who_only_counts_takes_nothing() {
+        check(|| {
+            let s = Arc::new((Small::new(), Mutex::new(())));
+            put(&s, 1);
+            let t = s.clone();
+            let counts = thread::spawn(move || {
+                let _lock = t.1.lock().unwrap();
+                t.0.count()
+            });
+            let got = get(&s);
+            assert_eq!(got, Some(1));
+            put(&s, 2);
+            assert!(counts.join().unwrap() <= 1);
+            assert_eq!(get(&s), Some(2));
+        });
+    }
+
+    #[test]
+    fn loom_moving_the_bounds_from_inside_does_not_let_the_owner_out() {
+        check(|| {
+            let s = Arc::new((Small::new(), Mutex::new(())));
+            s.0.load();
+            s.0.put_by(1);
+            let t = s.clone();
+            let thief = thread::spawn(move || {
+                let _lock = t.1.lock().unwrap();
+                let stolen = t.0.steal();
+                // Closed it stays, until the owner has the lock.
+                assert_eq!(t.0.steal(), (0, 0));
+                stolen.1
+            });
+            s.0.exchange();
+            let got = s.0.pop();
             let stolen = thief.join().unwrap();
-            // SAFETY: the thief is gone.
-            let left = unsafe { s.contents.with(|v| *v) };
-            assert_eq!(stolen + left, 2);
+            assert_eq!(got.unwrap_or(0) + stolen, 1);
+            assert!(stolen == 0 || s.0.pop().is_none());
         });
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{fmt, time::Duration};
 
-use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, reach::Any, thread};
+use crate::{buf::Buf, error::AllocError, magazine::ThreadSlot, pool::Pool, reach::Any, thread};
 
 /// A handle of a [`Pool`] that stays on its thread and so need not look for the thread's magazines.
 ///
@@ -17,13 +17,13 @@ use crate::{buf::Buf, error::AllocError, magazine::ThreadGate, pool::Pool, reach
 pub struct LocalPool<R = Any> {
     pool: Pool<R>,
     /// This thread's; a raw pointer also keeps the handle from being `Send`.
-    gate: *const ThreadGate,
+    slot: *const ThreadSlot,
 }
 
 impl<R> LocalPool<R> {
     pub(crate) fn new(pool: Pool<R>) -> Self {
-        let gate = thread::gate_at(pool.inner().slot_offset);
-        Self { pool, gate }
+        let slot = thread::slot_at(pool.inner().slot_offset);
+        Self { pool, slot }
     }
 
     /// Allocates a buffer of `len` bytes; see [`Pool::alloc`].
@@ -33,8 +33,8 @@ impl<R> LocalPool<R> {
     #[inline]
     #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
-        // Made on this thread and not `Send`, so the gate is this thread's own.
-        self.pool.inner().alloc(self.gate, len)
+        // Made on this thread and not `Send`, so the slot is this thread's own.
+        self.pool.inner().alloc(self.slot, len)
     }
 
     /// Allocates a buffer of `len` bytes, waiting up to `timeout`; see [`Pool::alloc_wait`].

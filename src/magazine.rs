@@ -17,15 +17,21 @@
 
 mod hold;
 
-use std::{cell::Cell, marker::PhantomData, mem::offset_of, ptr};
+use std::{
+    cell::Cell,
+    marker::PhantomData,
+    mem::offset_of,
+    ptr,
+    sync::atomic::{AtomicPtr, Ordering::Relaxed},
+};
 
 pub(crate) use self::hold::Local;
 use crate::{
     depot::{Depot, Magazine},
-    gate::Gate,
+    gate::{CLOSED_BOTTOM, Gate},
     size_class::{self, CLASSES, FIRST_CODE, SPAN_CLASS},
     slab::Entry,
-    sync::{in_register, in_register_of, unlikely},
+    sync::{in_register, unlikely},
     sys::shadow,
 };
 
@@ -42,128 +48,174 @@ const STEP: usize = size_of::<usize>();
 
 impl<'a> Mag<'a> {
     /// The class's element of the row that begins at `row` in [`Magazines`].
+    ///
+    /// # Safety
+    /// The elements of that row are of type `T`, or begin with one.
     #[inline(always)]
-    fn in_row<T>(self, row: usize) -> &'a Cell<T> {
+    unsafe fn in_row<T>(self, row: usize) -> &'a T {
         const { assert!(size_of::<T>() <= STEP) };
         let offset = row as isize - (FIRST_CODE * STEP) as isize;
-        // SAFETY: `at` was made for a class that there is (`Magazines::mag`), so this is its element, and lives as
-        // long as they do; what is of type `T` in this row, the methods below know.
+        // SAFETY: `at` was made for a class that there is (`Magazines::at`), so this is its element (contract), and
+        // lives as long as they do.
         unsafe { &*self.at.wrapping_byte_offset(offset).cast() }
     }
 
+    /// The words that pops and pushes go by.
     #[inline(always)]
-    fn top(self) -> &'a Cell<*mut Entry> {
-        self.in_row(offset_of!(Magazines, top))
-    }
-
-    #[inline(always)]
-    fn bottom(self) -> &'a Cell<*mut Entry> {
-        self.in_row(offset_of!(Magazines, bottom))
-    }
-
-    #[inline(always)]
-    fn end(self) -> &'a Cell<*mut Entry> {
-        self.in_row(offset_of!(Magazines, end))
+    fn gate(self) -> Gate<'a, Entry> {
+        // SAFETY: rows of pointers.
+        unsafe {
+            Gate {
+                top: self.in_row(offset_of!(Magazines, top)),
+                bottom: self.in_row(offset_of!(Magazines, bottom)),
+                end: self.in_row(offset_of!(Magazines, end)),
+            }
+        }
     }
 
     fn loaded(self) -> &'a Cell<Option<Magazine>> {
-        self.in_row(offset_of!(Magazines, whole) + offset_of!(Whole, loaded))
+        // SAFETY: this field's type.
+        unsafe { self.in_row(offset_of!(Magazines, whole) + offset_of!(Whole, loaded)) }
     }
 
     fn previous(self) -> &'a Cell<Option<Magazine>> {
-        self.in_row(offset_of!(Magazines, whole) + offset_of!(Whole, previous))
+        // SAFETY: as above.
+        unsafe { self.in_row(offset_of!(Magazines, whole) + offset_of!(Whole, previous)) }
     }
 
+    /// The gate's `may_push`, or `may_pop`, in one instruction: compilers do not compare with what an atomic load reads,
+    /// but put it into a register first.
+    #[inline(always)]
+    fn may<const PUSH: bool>(self, top: *mut Entry) -> bool {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        {
+            const fn row(row: usize) -> isize {
+                row as isize - (FIRST_CODE * STEP) as isize
+            }
+            // SAFETY: reads this class's element of the row, as an atomic load does that is not ordered by itself; nothing
+            // else. Not `nomem`, so it stays behind the mark.
+            unsafe {
+                if PUSH {
+                    std::arch::asm!(
+                        "cmp {top}, qword ptr [{at} + {row}]",
+                        "jae {no}",
+                        top = in(reg) top,
+                        at = in(reg) self.at,
+                        row = const row(offset_of!(Magazines, end)),
+                        no = label { unlikely(); return false },
+                        options(readonly, nostack),
+                    );
+                } else {
+                    std::arch::asm!(
+                        "cmp {top}, qword ptr [{at} + {row}]",
+                        "jbe {no}",
+                        top = in(reg) top,
+                        at = in(reg) self.at,
+                        row = const row(offset_of!(Magazines, bottom)),
+                        no = label { unlikely(); return false },
+                        options(readonly, nostack),
+                    );
+                }
+            }
+            true
+        }
+        #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+        if PUSH { self.gate().may_push(top) } else { self.gate().may_pop(top) }
+    }
+
+    /// Takes the uppermost block, as the owner, without the lock.
     #[inline(always)]
     fn pop(self) -> Option<Entry> {
-        let top = self.top().get();
-        if top == self.bottom().get() {
+        let gate = self.gate();
+        let top = gate.enter();
+        if !self.may::<false>(top) {
             unlikely();
+            gate.leave(top);
             return None;
         }
-        // SAFETY: `bottom < top <= end` delimit the loaded magazine's memory, so `top - 1` is in it,
-        // and was written by the push (or load) that moved `top` above it.
-        let top = unsafe { top.sub(1) };
-        self.top().set(top);
+        // SAFETY: inside, and `bottom < top <= end` delimit the loaded magazine's memory, so `top - 1` is in it, and was
+        // written by the push (or load) that moved `top` above it.
+        let below = unsafe { top.sub(1) };
         // SAFETY: as above.
-        Some(unsafe { top.read() })
+        let entry = unsafe { below.read() };
+        gate.leave(below);
+        Some(entry)
     }
 
+    /// Puts a block on top, as the owner, without the lock; false if there is no room.
     #[inline(always)]
     fn push(self, entry: Entry) -> bool {
-        let top = self.top().get();
-        if top == self.end().get() {
+        let gate = self.gate();
+        let top = gate.enter();
+        if !self.may::<true>(top) {
             unlikely();
+            gate.leave(top);
             return false;
         }
-        // SAFETY: `bottom <= top < end` delimit the loaded magazine's memory, so `top` is in it.
+        // SAFETY: inside, and `bottom <= top < end` delimit the loaded magazine's memory, so `top` is in it.
         unsafe { top.write(entry) };
         // SAFETY: as above; one past `top` is at most `end`.
-        self.top().set(unsafe { top.add(1) });
+        gate.leave(unsafe { top.add(1) });
         true
     }
 
-    fn len(self) -> usize {
-        (self.top().get() as usize - self.bottom().get() as usize) / size_of::<Entry>()
+    /// Blocks in the loaded magazine. By whoever is alone with it: the owner under the lock, or a thief.
+    fn len(self, depot: &Depot) -> usize {
+        let gate = self.gate();
+        if let Some((bottom, _)) = gate.bounds() {
+            return entries_between(bottom, gate.top());
+        }
+        // SAFETY: the cell is theirs, and no reference to its inside outlives this call.
+        let loaded = unsafe { &*self.loaded().as_ptr() };
+        loaded.as_ref().map_or(0, |m| entries_between(depot.memory(m).0, gate.top()))
     }
 
-    /// How many blocks the loaded magazine may hold.
-    fn cap(self) -> usize {
-        (self.end().get() as usize - self.bottom().get() as usize) / size_of::<Entry>()
-    }
-
+    /// How many blocks the loaded magazine has room for besides. By the owner, under the lock.
     fn room(self) -> usize {
-        (self.end().get() as usize - self.top().get() as usize) / size_of::<Entry>()
+        let gate = self.gate();
+        gate.bounds().map_or(0, |(_, end)| entries_between(gate.top(), end))
     }
 
-    /// Loads a magazine, to be used up to `cap` blocks, or up to what it holds if that is more.
-    fn load(self, depot: &Depot, m: Magazine, cap: usize) {
-        let (first, room) = depot.memory(&m);
-        let count = depot.count(&m);
-        self.bottom().set(first);
-        // SAFETY: `first` and `room` delimit one allocation, and `count <= room`.
-        let (top, end) = unsafe { (first.add(count), first.add(cap.max(count).min(room))) };
-        self.end().set(end);
-        self.top().set(top);
-        self.loaded().set(Some(m));
-    }
-
-    fn unload(self, depot: &Depot) -> Option<Magazine> {
-        let m = self.loaded().take()?;
-        depot.set_count(&m, self.len());
-        self.top().set(ptr::null_mut());
-        self.bottom().set(ptr::null_mut());
-        self.end().set(ptr::null_mut());
-        Some(m)
-    }
-
-    /// Makes the previous magazine the loaded one and the other way round.
-    fn swap(self, depot: &Depot, cap: usize) {
-        let now = self.previous().take();
-        self.previous().set(self.unload(depot));
-        if let Some(m) = now {
-            self.load(depot, m, cap);
-        }
-    }
-
-    /// Lets the loaded magazine be used up to `cap` blocks.
-    fn widen(self, depot: &Depot, cap: usize) {
-        if let Some(m) = self.loaded().take() {
-            let (first, room) = depot.memory(&m);
-            // SAFETY: `first` and `room` delimit one allocation.
-            let end = unsafe { first.add(cap.min(room)) };
-            self.end().set(end.max(self.top().get()));
-            self.loaded().set(Some(m));
-        }
-    }
-
-    /// How many blocks the previous magazine holds, if there is one. Only reads, for it is also asked of
-    /// the empty magazines, which all threads share.
+    /// How many blocks the previous magazine holds, if there is one. By whoever is alone with it; never of nobody's
+    /// magazines.
     fn previous_len(self, depot: &Depot) -> Option<usize> {
-        // SAFETY: whoever may touch the magazines is alone with them (the gate's table), and no reference
-        // to the inside of the cell outlives this call.
+        // SAFETY: the cell is theirs, and no reference to its inside outlives this call.
         unsafe { &*self.previous().as_ptr() }.as_ref().map(|m| depot.count(m))
     }
+
+    /// Makes the previous magazine the loaded one, to be used up to `cap` blocks or up to what it holds if that is
+    /// more, and the other way round, where `len` were in the loaded one. Gives the new top, to leave with. Without both
+    /// it does nothing. By the owner, inside or under the lock.
+    fn exchange(self, depot: &Depot, top: *mut Entry, len: usize, cap: usize) -> *mut Entry {
+        match (self.loaded().take(), self.previous().take()) {
+            (Some(old), Some(new)) => {
+                depot.set_count(&old, len);
+                let top = self.point_at(depot, &new, cap);
+                self.loaded().set(Some(new));
+                self.previous().set(Some(old));
+                top
+            }
+            (loaded, previous) => {
+                self.loaded().set(loaded);
+                self.previous().set(previous);
+                top
+            }
+        }
+    }
+
+    /// Opens the gate for a magazine; the answer is its top.
+    fn point_at(self, depot: &Depot, m: &Magazine, cap: usize) -> *mut Entry {
+        let (first, count, room) = depot.extent(m);
+        // SAFETY: `first` and `room` delimit one allocation, and `count <= room`.
+        let (top, end) = unsafe { (first.add(count), first.add(cap.max(count).min(room))) };
+        self.gate().open(first, end);
+        top
+    }
+}
+
+/// How many entries lie from one to the other, which is not below it.
+fn entries_between(low: *mut Entry, high: *mut Entry) -> usize {
+    (high.addr() - low.addr()) / size_of::<Entry>()
 }
 
 /// A class as the hot path carries it: its [code](size_class::code_of). Of 32 bits, and less, but held in a whole
@@ -221,9 +273,9 @@ const MAGS: usize = CLASSES + 1;
 /// class's code is the index, scaled by eight, into each row.
 #[repr(C, align(64))]
 pub(crate) struct Magazines {
-    top: [Cell<*mut Entry>; MAGS],
-    bottom: [Cell<*mut Entry>; MAGS],
-    end: [Cell<*mut Entry>; MAGS],
+    top: [AtomicPtr<Entry>; MAGS],
+    bottom: [AtomicPtr<Entry>; MAGS],
+    end: [AtomicPtr<Entry>; MAGS],
     whole: [Whole; MAGS],
 }
 
@@ -236,35 +288,52 @@ struct Whole {
 
 const _: () = assert!(size_of::<Whole>() == STEP);
 
-/// What a closed gate leads to: magazines without any room, so that both pop and push fail.
-struct Empty(Magazines);
+/// Magazines whose gates are closed for ever, so that both pop and push fail.
+pub(crate) struct Closed(Magazines);
 
-// SAFETY: nothing ever writes to it: a pop finds `top == bottom`, a push `top == end`.
-unsafe impl Sync for Empty {}
+// SAFETY: of closed gates nothing is touched but the atomics.
+unsafe impl Sync for Closed {}
+// SAFETY: as above.
+unsafe impl Send for Closed {}
 
-static EMPTY: Empty = Empty(Magazines::new());
+impl Closed {
+    pub(crate) const fn new() -> Self {
+        Self(Magazines::new(ptr::without_provenance_mut(CLOSED_BOTTOM)))
+    }
 
-/// See [`Empty`].
-pub(crate) const fn empty() -> *mut Magazines {
-    &raw const EMPTY.0 as *mut Magazines
+    pub(crate) const fn get(&self) -> *mut Magazines {
+        (&raw const self.0).cast_mut()
+    }
+}
+
+/// Where a thread goes that has none of its own. Threads mark these gates as any others, and all share them.
+static NOBODYS: Closed = Closed::new();
+
+/// See [`NOBODYS`].
+pub(crate) const fn nobodys() -> *mut Magazines {
+    NOBODYS.get()
 }
 
 impl Magazines {
-    const fn new() -> Self {
-        const NONE: Cell<*mut Entry> = Cell::new(ptr::null_mut());
-        let whole = [const { Whole { loaded: Cell::new(None), previous: Cell::new(None) } }; MAGS];
-        Self { top: [NONE; MAGS], bottom: [NONE; MAGS], end: [NONE; MAGS], whole }
+    /// With gates of this bottom each: null, or what closes them.
+    const fn new(bottom: *mut Entry) -> Self {
+        let mut bottoms = [const { AtomicPtr::new(ptr::null_mut()) }; MAGS];
+        let mut i = 0;
+        while i < MAGS {
+            bottoms[i] = AtomicPtr::new(bottom);
+            i += 1;
+        }
+        Self {
+            top: [const { AtomicPtr::new(ptr::null_mut()) }; MAGS],
+            bottom: bottoms,
+            end: [const { AtomicPtr::new(ptr::null_mut()) }; MAGS],
+            whole: [const { Whole { loaded: Cell::new(None), previous: Cell::new(None) } }; MAGS],
+        }
     }
 
     #[inline(always)]
     fn mag(&self, place: Place) -> Mag<'_> {
         Mag { at: in_register(self.at(place)), _all: PhantomData }
-    }
-
-    /// The same for pushing, and for popping, which follow each other.
-    #[inline(always)]
-    fn mag_for<const PUSH: bool>(&self, place: Place) -> Mag<'_> {
-        Mag { at: in_register_of::<_, PUSH>(self.at(place)), _all: PhantomData }
     }
 
     /// Every class in the crate comes from `code_of` of a length up to MAX_BLOCK or is SPAN_CLASS, so has its element
@@ -292,17 +361,44 @@ fn show(place: Place, entry: Entry) {
     }
 }
 
-/// The gate through which a thread reaches its magazines of one pool.
-pub(crate) type ThreadGate = Gate<Magazines>;
+/// A thread's way to its magazines of one pool.
+#[derive(Debug)]
+pub(crate) struct ThreadSlot {
+    magazines: AtomicPtr<Magazines>,
+}
 
-impl ThreadGate {
+impl ThreadSlot {
+    /// Leads to nobody's.
+    pub(crate) const fn new() -> Self {
+        Self { magazines: AtomicPtr::new(nobodys()) }
+    }
+
+    /// Lets it lead to the owner's magazines, or to others that are to be in their place. By the owner.
+    fn lead_to(&self, magazines: *mut Magazines) {
+        self.magazines.store(magazines, Relaxed);
+    }
+
+    /// Lets it lead to nobody's. By the owner, or by whoever detaches it.
+    pub(crate) fn cut_off(&self) {
+        self.magazines.store(nobodys(), Relaxed);
+    }
+
+    fn leads_to(&self, magazines: *mut Magazines) -> bool {
+        self.magazines.load(Relaxed) == magazines
+    }
+
+    /// Owner thread only.
+    #[inline(always)]
+    fn magazines(&self) -> &Magazines {
+        // Relaxed: it leads to what this thread has made and published, or to nobody's, which is constant.
+        // SAFETY: this thread's go on this thread alone, after it has cut them off (`Local::lead`'s contract).
+        unsafe { &*self.magazines.load(Relaxed) }
+    }
+
     /// Pops a block of the class at `place`; the whole of a cached alloc. Owner thread only.
     #[inline(always)]
     pub(crate) fn pop(&self, place: Place) -> Option<Entry> {
-        // SAFETY: the gate leads to EMPTY or to published magazines, which are freed only after the gate
-        // was revoked and found idle; until `leave`, they are this thread's alone (the gate's table).
-        let entry = unsafe { &*self.enter() }.mag_for::<false>(place).pop();
-        self.leave();
+        let entry = self.magazines().mag(place).pop();
         if let Some(entry) = entry {
             show(place, entry);
         }
@@ -315,9 +411,7 @@ impl ThreadGate {
     pub(crate) fn push(&self, place: Place, entry: Entry) -> bool {
         // Before another thread can have it.
         hide(place, entry);
-        // SAFETY: as in `pop`.
-        let done = unsafe { &*self.enter() }.mag_for::<true>(place).push(entry);
-        self.leave();
+        let done = self.magazines().mag(place).push(entry);
         if !done {
             show(place, entry);
         }
@@ -327,74 +421,92 @@ impl ThreadGate {
     /// Pops a block after making the previous magazine the loaded one, if that has blocks: the first half
     /// of a slow path, still without a lock. Owner thread only.
     pub(crate) fn pop_previous(&self, depot: &Depot, place: Place) -> Option<Entry> {
-        // SAFETY: as in `pop`.
-        let mag = unsafe { &*self.enter() }.mag(place);
-        let has_blocks = mag.previous_len(depot).is_some_and(|n| n > 0);
-        let entry = if has_blocks && mag.len() == 0 {
-            mag.swap(depot, mag.cap());
-            mag.pop()
-        } else {
-            None
+        let mag = self.magazines().mag(place);
+        let gate = mag.gate();
+        let top = gate.enter();
+        // Nobody's have no bounds either, and nothing behind them is looked at.
+        let swapped = gate.bounds().and_then(|(bottom, end)| {
+            let ready = top == bottom && mag.previous_len(depot)? > 0;
+            ready.then(|| mag.exchange(depot, top, 0, entries_between(bottom, end)))
+        });
+        let Some(top) = swapped else {
+            gate.leave(top);
+            return None;
         };
-        self.leave();
-        if let Some(entry) = entry {
-            show(place, entry);
-        }
-        entry
+        // SAFETY: the magazine has a block, below its top.
+        let below = unsafe { top.sub(1) };
+        // SAFETY: as above.
+        let entry = unsafe { below.read() };
+        gate.leave(below);
+        show(place, entry);
+        Some(entry)
     }
 
     /// Pushes a block after making the previous magazine the loaded one, if that has room: the first half
     /// of a slow path, still without a lock. Owner thread only.
     pub(crate) fn push_previous(&self, depot: &Depot, place: Place, entry: Entry) -> bool {
-        // SAFETY: as in `pop`.
-        let mag = unsafe { &*self.enter() }.mag(place);
-        let has_room = mag.previous_len(depot).is_some_and(|n| n < mag.cap());
-        let done = has_room && mag.room() == 0 && {
-            mag.swap(depot, mag.cap());
-            hide(place, entry);
-            mag.push(entry)
+        let mag = self.magazines().mag(place);
+        let gate = mag.gate();
+        let top = gate.enter();
+        // As above.
+        let swapped = gate.bounds().and_then(|(bottom, end)| {
+            let cap = entries_between(bottom, end);
+            let ready = top == end && mag.previous_len(depot)? < cap;
+            ready.then(|| mag.exchange(depot, top, cap, cap))
+        });
+        let Some(top) = swapped else {
+            gate.leave(top);
+            return false;
         };
-        self.leave();
-        done
+        hide(place, entry);
+        // SAFETY: the magazine may be used for `cap` blocks, if it has that many places, and holds fewer; all of a class
+        // have equally many.
+        unsafe { top.write(entry) };
+        // SAFETY: as above.
+        gate.leave(unsafe { top.add(1) });
+        true
     }
 
     /// Pops up to `out.capacity() - out.len()` blocks onto `out`, from the loaded magazine alone.
     #[inline]
     pub(crate) fn pop_many(&self, place: Place, want: usize, out: &mut Vec<Entry>) -> usize {
-        // SAFETY: as in `pop`.
-        let mag = unsafe { &*self.enter() }.mag(place);
-        let n = want.min(mag.len()).min(out.capacity() - out.len());
-        if n > 0 {
-            // SAFETY: the top `n` entries of the loaded magazine are written, and `out` has room.
-            unsafe {
-                let top = mag.top().get().sub(n);
-                top.copy_to_nonoverlapping(out.as_mut_ptr().add(out.len()), n);
-                out.set_len(out.len() + n);
-                mag.top().set(top);
-            }
-            out[out.len() - n..].iter().for_each(|&entry| show(place, entry));
-        }
-        self.leave();
+        let gate = self.magazines().mag(place).gate();
+        let top = gate.enter();
+        let Some((bottom, _)) = gate.bounds() else {
+            gate.leave(top);
+            return 0;
+        };
+        let n = want.min(entries_between(bottom, top)).min(out.capacity() - out.len());
+        // SAFETY: inside, so the top `n` entries of the loaded magazine are this thread's, and written; `out` has room.
+        let top = unsafe {
+            let top = top.sub(n);
+            top.copy_to_nonoverlapping(out.as_mut_ptr().add(out.len()), n);
+            out.set_len(out.len() + n);
+            top
+        };
+        gate.leave(top);
+        out[out.len() - n..].iter().for_each(|&entry| show(place, entry));
         n
     }
 
     /// Pushes as many of the last of `entries` as the loaded magazine has room for, and cuts them off.
     #[inline]
     pub(crate) fn push_many(&self, place: Place, entries: &mut Vec<Entry>) -> usize {
-        // SAFETY: as in `pop`.
-        let mag = unsafe { &*self.enter() }.mag(place);
-        let n = entries.len().min(mag.room());
-        if n > 0 {
-            entries[entries.len() - n..].iter().for_each(|&entry| hide(place, entry));
-            // SAFETY: the magazine has room for `n` entries at its top; `entries` has at least `n`.
-            unsafe {
-                let top = mag.top().get();
-                entries.set_len(entries.len() - n);
-                top.copy_from_nonoverlapping(entries.as_ptr().add(entries.len()), n);
-                mag.top().set(top.add(n));
-            }
-        }
-        self.leave();
+        let gate = self.magazines().mag(place).gate();
+        let top = gate.enter();
+        let Some((_, end)) = gate.bounds() else {
+            gate.leave(top);
+            return 0;
+        };
+        let n = entries.len().min(entries_between(top, end));
+        entries[entries.len() - n..].iter().for_each(|&entry| hide(place, entry));
+        // SAFETY: inside, and the magazine has room for `n` entries at its top; `entries` has at least `n`.
+        let top = unsafe {
+            entries.set_len(entries.len() - n);
+            top.copy_from_nonoverlapping(entries.as_ptr().add(entries.len()), n);
+            top.add(n)
+        };
+        gate.leave(top);
         n
     }
 }

@@ -161,7 +161,7 @@ impl<R> Pool<R> {
     #[inline]
     #[track_caller]
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
-        self.inner.alloc(thread::gate_at(self.inner.slot_offset), len)
+        self.inner.alloc(thread::slot_at(self.inner.slot_offset), len)
     }
 
     /// Allocates a buffer of `len` zero bytes.

@@ -115,29 +115,6 @@ pub(crate) fn in_register<T>(mut ptr: *const T) -> *const T {
     ptr
 }
 
-/// The same in one of two registers: for an address that is stored to in one place and loaded from in another soon
-/// after. Where both have it in a register of one name, that is written in between, the processor's short cut fails,
-/// too (seen on Intel: 3.2 ns a pair, 2.0 with two names).
-#[inline(always)]
-#[cfg(not(loom))]
-pub(crate) fn in_register_of<T, const SECOND: bool>(mut ptr: *const T) -> *const T {
-    #[cfg(all(not(miri), target_arch = "x86_64"))]
-    // SAFETY: as in `in_register`.
-    #[allow(clippy::pointers_in_nomem_asm_block)]
-    unsafe {
-        if SECOND {
-            std::arch::asm!("", inout("r11") ptr, options(pure, nomem, nostack, preserves_flags));
-        } else {
-            std::arch::asm!("", inout("r10") ptr, options(pure, nomem, nostack, preserves_flags));
-        }
-    }
-    #[cfg(all(not(miri), not(target_arch = "x86_64")))]
-    {
-        ptr = in_register(ptr);
-    }
-    ptr
-}
-
 /// Marks the block that it is called in as unlikely: the compiler weighs branches to blocks that call cold
 /// functions, and does so before this one vanishes.
 #[cold]

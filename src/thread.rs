@@ -1,20 +1,23 @@
-//! What a thread keeps: its gates, one for each heap of each pool, and the list of what to give back when it ends.
+//! What a thread keeps: its row, which has a slot for each heap of each pool and leads to the thread's magazines
+//! there, and the list of what to give back when it ends.
 //!
-//! The gates are plain thread-local memory without a destructor, so they can be used at any time, during
-//! the destruction of other thread-locals too; after the thread has given everything back they are just
-//! closed. The list has a destructor, and is only met on slow paths.
+//! The row is plain thread-local memory without a destructor, so it can be used at any time, during the
+//! destruction of other thread-locals too; after the thread has given everything back it just leads to nobody's.
+//! The list has a destructor, and is only met on slow paths.
 
 use std::{
     cell::RefCell,
     sync::{
         Arc, Weak,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
     },
 };
 
 use crate::{
-    gate::Gate,
-    magazine::{self, Local, ThreadGate},
+    magazine::{Local, ThreadSlot},
     pool::Core,
     reentry,
     sync::in_register,
@@ -22,12 +25,12 @@ use crate::{
 };
 
 /// How many heaps (pools' classes and shares) at a time can have magazines in threads. Further ones work,
-/// through the slabs' lock. Each slot costs 16 bytes of every thread.
+/// through the slabs' lock. Each slot costs 8 bytes of every thread.
 pub(crate) const SLOTS: usize = 256;
 
 thread_local! {
-    // One more than there are slots: it is never opened, and stands for "no slot".
-    static GATES: [ThreadGate; SLOTS + 1] = const { [const { Gate::new(magazine::empty()) }; SLOTS + 1] };
+    // One more than there are slots: it always leads to nobody's, and stands for "no slot".
+    static ROW: [ThreadSlot; SLOTS + 1] = const { [const { ThreadSlot::new() }; SLOTS + 1] };
     static ATTACHED: RefCell<Attached> = const { RefCell::new(Attached(Vec::new())) };
 }
 
@@ -40,11 +43,13 @@ impl Drop for Attached {
             if let Some(core) = core.upgrade() {
                 core.detach(&local);
             }
+            // SAFETY: this thread's own, of which it is outside.
+            unsafe { local.let_go() };
         }
     }
 }
 
-/// A heap's place in every thread's row of gates.
+/// A heap's place in every thread's row.
 #[derive(Debug)]
 pub(crate) struct Slot(usize);
 
@@ -55,51 +60,52 @@ const WORDS: usize = SLOTS / BITS;
 const _: () = assert!(SLOTS == WORDS * BITS);
 
 impl Slot {
-    /// Takes a free place, or the one without gates if all are taken.
+    /// Takes a free place, or the one without magazines if all are taken.
     pub(crate) fn take() -> Self {
         let free = |taken: u64| (taken != u64::MAX).then(|| taken | 1 << taken.trailing_ones());
         let place = TAKEN.iter().enumerate().find_map(|(i, word)| {
-            let before = word.fetch_update(Relaxed, Relaxed, free).ok()?;
+            // Pairs with the release as a slot comes free: what its last heap has written into threads' rows comes first.
+            let before = word.fetch_update(Acquire, Relaxed, free).ok()?;
             Some(i * BITS + before.trailing_ones() as usize)
         });
         Self(place.unwrap_or(SLOTS))
     }
 
-    /// The place without gates: every alloc and free takes the slow path.
+    /// The place without magazines: every alloc and free takes the slow path.
     pub(crate) fn none() -> Self {
         Self(SLOTS)
     }
 
-    pub(crate) fn has_gates(&self) -> bool {
+    pub(crate) fn has_place(&self) -> bool {
         self.0 < SLOTS
     }
 
-    /// Where the gate lies in the row, in bytes.
+    /// Where the slot lies in the row, in bytes.
     pub(crate) fn offset(&self) -> u32 {
-        (self.0 * size_of::<ThreadGate>()) as u32
+        (self.0 * size_of::<ThreadSlot>()) as u32
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        if self.has_gates() {
-            TAKEN[self.0 / BITS].fetch_and(!(1 << (self.0 % BITS)), Relaxed);
+        if self.has_place() {
+            TAKEN[self.0 / BITS].fetch_and(!(1 << (self.0 % BITS)), Release);
         }
     }
 }
 
-/// This thread's gate at an offset that [`Slot::offset`] gave.
+/// This thread's slot at an offset that [`Slot::offset`] gave.
 #[inline(always)]
-pub(crate) fn gate_at(offset: u32) -> *const ThreadGate {
+pub(crate) fn slot_at(offset: u32) -> *const ThreadSlot {
     // `with` on a thread-local without destructor always works.
     // SAFETY: `offset` is a slot's, so the result is inside the row.
-    GATES.with(|row| in_register(unsafe { row.as_ptr().byte_add(offset as usize) }))
+    ROW.with(|row| in_register(unsafe { row.as_ptr().byte_add(offset as usize) }))
 }
 
 /// Runs `f` on this thread's magazines for `core`, made if need be. `None` when the thread is past giving
 /// things back, or when this is called from inside itself (through a global allocator, say).
 pub(crate) fn with_local<R>(core: &Core, f: impl FnOnce(&Local) -> R) -> Option<R> {
-    if !core.has_gates() {
+    if !core.has_place() {
         return None;
     }
     let _own = reentry::enter();
@@ -117,19 +123,28 @@ pub(crate) fn with_local<R>(core: &Core, f: impl FnOnce(&Local) -> R) -> Option<
 
 #[cold]
 fn attach(core: &Core, attached: &mut Vec<(u64, Arc<Local>, Weak<Core>)>) -> Option<usize> {
-    fork::on_child(close_gates);
-    // SAFETY: the gate is this thread's, and lives until the thread has ended, before which `Attached` is
+    fork::on_child(clear_row);
+    // SAFETY: the slot is this thread's, and lives until the thread has ended, before which `Attached` is
     // dropped and detaches.
-    let local = unsafe { Local::new(gate_at(core.slot_offset)) };
+    let local = unsafe { Local::new(slot_at(core.slot_offset), core.gated) };
     let shared = core.attach(&local)?;
     // Forget pools that are gone: their places may be others' by now.
-    attached.retain(|(_, _, core)| core.strong_count() > 0);
+    attached.retain(|(_, local, core)| {
+        let there = core.strong_count() > 0;
+        if !there {
+            // SAFETY: this thread's own, of which it is outside.
+            unsafe { local.let_go() };
+        }
+        there
+    });
+    // SAFETY: this thread's own, just attached. Wherever it is dropped, `let_go` was called.
+    unsafe { local.lead() };
     attached.push((core.id, local, shared));
     Some(attached.len() - 1)
 }
 
-/// In a forked child, on its only thread: closes all gates, so that every use of a pool takes the slow
+/// In a forked child, on its only thread: leads all slots to nobody's, so that every use of a pool takes the slow
 /// path, which refuses it. Only stores to this thread's own memory; safe in a fork handler.
-fn close_gates() {
-    GATES.with(|row| row.iter().for_each(|gate| gate.revoke(magazine::empty())));
+fn clear_row() {
+    ROW.with(|row| row.iter().for_each(ThreadSlot::cut_off));
 }

@@ -337,18 +337,16 @@ mod loom_tests {
     use std::task::Wake;
 
     use loom::{
-        cell::UnsafeCell,
         sync::{Arc, Notify},
         thread,
     };
 
     use super::*;
-    use crate::gate::{Gate, revoke_all};
+    use crate::gate::model::Small;
 
     /// One thread's cache behind its gate, and the shared store; blocks are only counted.
     struct Pool {
-        gate: Gate<UnsafeCell<u32>>,
-        cache: Box<UnsafeCell<u32>>,
+        cache: Small,
         cache_lock: Mutex<()>,
         store: Mutex<u32>,
         waiters: Waiters<u32, u32>,
@@ -357,20 +355,15 @@ mod loom_tests {
     impl Pool {
         fn new(open: bool) -> Arc<Self> {
             let pool = Arc::new(Self {
-                gate: Gate::new(std::ptr::null_mut()),
-                cache: Box::new(UnsafeCell::new(0)),
+                cache: Small::new(),
                 cache_lock: Mutex::new(()),
                 store: Mutex::new(0),
                 waiters: Waiters::new(),
             });
             if open {
-                pool.open();
+                pool.cache.load();
             }
             pool
-        }
-
-        fn open(&self) {
-            self.gate.publish(&*self.cache as *const _ as *mut _);
         }
 
         fn take(&self, need: &u32) -> Option<u32> {
@@ -385,20 +378,15 @@ mod loom_tests {
 
         /// As a buffer's drop: through the gate, else under the cache's lock, else to the store.
         fn free(&self) {
-            let inside = self.gate.enter();
-            if !inside.is_null() {
-                // SAFETY: inside the gate; loom checks.
-                unsafe { (*inside).with_mut(|n| *n += 1) };
-                self.gate.leave();
+            if self.cache.push(1) {
                 return;
             }
-            self.gate.leave();
             {
                 let _lock = self.cache_lock.lock();
+                self.cache.set_right();
                 if !self.waiters.any() {
-                    // SAFETY: the owner, under the lock, outside the gate; loom checks.
-                    unsafe { self.cache.with_mut(|n| *n += 1) };
-                    self.open();
+                    self.cache.load();
+                    assert!(self.cache.push(1));
                     return;
                 }
             }
@@ -415,10 +403,8 @@ mod loom_tests {
 
         fn call_back(&self) {
             let _lock = self.cache_lock.lock();
-            revoke_all(std::iter::once(&self.gate), std::ptr::null_mut());
-            // SAFETY: revoked and idle, under the lock; loom checks.
-            let n = unsafe { self.cache.with_mut(|n| std::mem::take(&mut *n)) };
-            *self.store.lock() += n;
+            let (n, _) = self.cache.steal();
+            *self.store.lock() += n as u32;
         }
 
         fn enter(&self, notify: &std::sync::Arc<Bell>) -> u64 {

@@ -348,6 +348,43 @@ fn a_thief_in_a_loop_never_meets_an_owner() {
 }
 
 #[test]
+fn owners_that_move_between_their_magazines_are_counted_and_robbed() {
+    // More out at a time than a magazine holds, and then none: each turn goes to the previous magazine and back, which
+    // an owner does without a lock, and which moves the bounds that thieves close.
+    let pool = soft(4 << 20).build().unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    thread::scope(|s| {
+        s.spawn(|| {
+            for i in 0u64.. {
+                if done.load(std::sync::atomic::Ordering::Relaxed) {
+                    break;
+                }
+                let s = pool.stats();
+                assert_eq!(s.live + s.cached + s.free + s.unused, s.capacity);
+                if i % 4 == 0 {
+                    pool.trim();
+                }
+            }
+        });
+        for owner in 0..2u8 {
+            let (pool, done) = (&pool, &done);
+            s.spawn(move || {
+                for i in 0..scaled(100_000) {
+                    let tag = owner << 7 | (i as u8 & 127);
+                    let mut bufs: Vec<_> = (0..20).map(|_| pool.alloc(64).unwrap()).collect();
+                    bufs.iter_mut().for_each(|buf| buf[0] = tag);
+                    std::hint::black_box(&mut bufs);
+                    assert!(bufs.iter().all(|buf| buf[0] == tag), "somebody else has a block too");
+                }
+                done.store(true, std::sync::atomic::Ordering::Relaxed);
+            });
+        }
+    });
+    pool.check();
+    assert_eq!(pool.stats().live, 0);
+}
+
+#[test]
 fn a_buffer_freed_after_the_end_on_a_fresh_thread_tears_down() {
     let device = pinpool::Device::soft();
     let pool = soft(1 << 20).device(device.clone()).build().unwrap();

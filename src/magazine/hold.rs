@@ -1,12 +1,12 @@
 //! The slow side of magazines: who may touch all of a thread's, by its lock; their exchange with the depot; how much
 //! a thread may keep.
 
-use std::{cell::UnsafeCell, mem::ManuallyDrop, sync::Arc};
+use std::{mem::ManuallyDrop, ptr, sync::Arc};
 
-use super::{Mag, Magazines, Place, ThreadGate, empty};
+use super::{Closed, Mag, Magazines, Place, ThreadSlot};
 use crate::{
     depot::{Depot, Magazine},
-    gate::revoke_all,
+    gate::{Gate, close_all},
     lock::{Mutex, MutexGuard},
     size_class::{self, CLASSES},
     slab::Entry,
@@ -14,14 +14,22 @@ use crate::{
 
 /// What a thread has of one pool; shared with thieves.
 pub(crate) struct Local {
-    magazines: Box<UnsafeCell<Magazines>>,
+    magazines: Box<Magazines>,
+    /// Where pops and pushes go instead if all of them are to take the lock.
+    instead: Option<Box<Closed>>,
     state: Mutex<LocalState>,
-    /// The owner thread's gate. Valid while `attached`: the thread detaches before its memory goes.
-    gate: *const ThreadGate,
+    /// The owner thread's slot. Valid while `attached`: the thread detaches before its memory goes.
+    slot: *const ThreadSlot,
 }
 
 struct LocalState {
     attached: bool,
+    /// The classes with a loaded magazine.
+    loaded: ClassSet,
+    /// The classes whose gates thieves have closed since the owner was here.
+    closed: ClassSet,
+    /// Those that the last thief had to close.
+    closing: ClassSet,
     /// How many blocks a magazine of each class may hold in this thread; grows with use.
     caps: [u16; PLACES],
     /// Bytes that the magazines in use here can hold so, over all classes.
@@ -31,52 +39,122 @@ struct LocalState {
     brought: [u16; PLACES],
 }
 
+/// Some of the classes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct ClassSet([u64; CLASSES.div_ceil(64)]);
+
+impl ClassSet {
+    const NONE: Self = Self([0; CLASSES.div_ceil(64)]);
+
+    fn set(&mut self, class: usize, is_in: bool) {
+        let bit = 1 << (class % 64);
+        let word = &mut self.0[class / 64];
+        *word = if is_in { *word | bit } else { *word & !bit };
+    }
+
+    fn with(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] | other.0[i]))
+    }
+
+    fn without(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
+    }
+
+    fn iter(self) -> impl Iterator<Item = usize> + Clone {
+        let bits = |(i, mut word): (usize, u64)| {
+            std::iter::from_fn(move || {
+                let bit = (word != 0).then(|| word.trailing_zeros() as usize)?;
+                word &= word - 1;
+                Some(64 * i + bit)
+            })
+        };
+        self.0.into_iter().enumerate().flat_map(bits)
+    }
+}
+
 /// How many blocks a magazine may hold at first.
 const FIRST_CAP: usize = 8;
 const PLACES: usize = CLASSES + 1;
 
-// SAFETY: the magazines are touched inside the gate by the owner thread, or under `state`'s lock with
-// the gate idle (see `Hold`); the gate pointer is followed only while attached.
+// SAFETY: the magazines are touched inside a gate by the owner thread, or under `state`'s lock by the owner outside or
+// by a thief with the gates closed and idle (see `Hold`); the slot's pointer is followed only while attached.
 unsafe impl Send for Local {}
 // SAFETY: as above.
 unsafe impl Sync for Local {}
 
 impl Local {
-    /// Makes empty magazines for the owner of `gate`.
+    /// Makes empty magazines for the owner of `slot`; `gated`: for use without the lock.
     ///
     /// # Safety
-    /// `gate` stays valid until [`Hold::detach`] was called.
-    pub(crate) unsafe fn new(gate: *const ThreadGate) -> Arc<Self> {
+    /// `slot` stays valid until [`Hold::detach`] was called.
+    pub(crate) unsafe fn new(slot: *const ThreadSlot, gated: bool) -> Arc<Self> {
         Arc::new(Self {
-            magazines: Box::new(UnsafeCell::new(Magazines::new())),
+            magazines: Box::new(Magazines::new(ptr::null_mut())),
+            instead: (!gated).then(|| Box::new(Closed::new())),
             state: Mutex::new(LocalState {
                 attached: true,
+                loaded: ClassSet::NONE,
+                closed: ClassSet::NONE,
+                closing: ClassSet::NONE,
                 caps: [0; PLACES],
                 reserved: 0,
                 brought: [0; PLACES],
             }),
-            gate,
+            slot,
         })
     }
 
-    /// The owner's own slow path: the gate may stay open, for the owner is here and not inside.
+    /// What the owner's slot leads to.
+    fn shown(&self) -> *mut Magazines {
+        self.instead.as_ref().map_or_else(|| (&raw const *self.magazines).cast_mut(), |c| c.get())
+    }
+
+    /// Lets the slot lead here, unless the pool was closed meanwhile.
     ///
     /// # Safety
-    /// Only on the thread that owns the gate, outside of it.
-    pub(crate) unsafe fn hold_as_owner(&self) -> Hold<'_> {
-        Hold { local: self, state: self.state.lock() }
+    /// Only on the thread that owns the slot, which calls [`let_go`](Local::let_go) before it drops its own reference.
+    pub(crate) unsafe fn lead(&self) {
+        if self.state.lock().attached {
+            // SAFETY: attached, so the slot is valid.
+            unsafe { &*self.slot }.lead_to(self.shown());
+        }
+    }
+
+    /// Before the owner drops its reference: lets the slot lead elsewhere, if it still leads here. Whoever detached the
+    /// thread has done so; but this thread need not have seen that yet.
+    ///
+    /// # Safety
+    /// Only on the thread that owns the slot.
+    pub(crate) unsafe fn let_go(&self) {
+        // SAFETY: it lives as long as the thread, which is this one.
+        let slot = unsafe { &*self.slot };
+        if slot.leads_to(self.shown()) {
+            slot.cut_off();
+        }
+    }
+
+    /// The owner's own slow path: the gates may stay open, for the owner is here and not inside.
+    ///
+    /// # Safety
+    /// Only on the thread that owns the slot, outside of all gates.
+    pub(crate) unsafe fn hold_as_owner(&self, depot: &Depot) -> Hold<'_> {
+        let mut hold = Hold { local: self, state: self.state.lock() };
+        if hold.state.closed != ClassSet::NONE {
+            hold.open_again(depot);
+        }
+        hold
     }
 
     /// Takes over the magazines of several threads at the price of one barrier.
     pub(crate) fn hold_all(locals: &[Arc<Self>]) -> Holds<'_> {
         locals.iter().for_each(|local| local.state.lock().keep());
         let holds = Holds { locals };
-        let attached = |hold: ManuallyDrop<Hold<'_>>| {
-            // SAFETY: a gate outlives its local's attachment, and `attached` is read under the lock that
-            // detaching takes.
-            hold.state.attached.then(|| unsafe { &*hold.local.gate })
-        };
-        revoke_all(holds.each().filter_map(attached), empty());
+        holds.each().for_each(|mut hold| {
+            let LocalState { loaded, closed, closing, .. } = &mut *hold.state;
+            *closing = loaded.without(*closed);
+            *closed = closed.with(*closing);
+        });
+        close_all(holds.each().flat_map(|hold| hold.closing()));
         holds
     }
 }
@@ -122,13 +200,14 @@ impl<'a> Hold<'a> {
         // SAFETY: passed on.
         Self { local, state: unsafe { local.state.kept() } }
     }
-}
 
-impl Hold<'_> {
-    fn mag(&self, class: usize) -> Mag<'_> {
-        // SAFETY: a `Hold` exists only under the state's lock, made by the owner outside of its gate or
-        // by a thief after the gate was revoked and idle: nobody else is at the magazines.
-        unsafe { (*self.local.magazines.get()).mag(Place::of(class)) }
+    fn mag(&self, class: usize) -> Mag<'a> {
+        self.local.magazines.mag(Place::of(class))
+    }
+
+    fn closing(&self) -> impl Iterator<Item = Gate<'a, Entry>> + Clone + use<'a> {
+        let local = self.local;
+        self.state.closing.iter().map(|class| local.magazines.mag(Place::of(class)).gate())
     }
 
     /// Whether the thread still uses these magazines. False once the pool was closed or the thread is
@@ -137,18 +216,28 @@ impl Hold<'_> {
         self.state.attached
     }
 
-    /// Opens the gate again. Only by the owner.
-    pub(crate) fn publish(&self) {
-        // SAFETY: attached, so the gate is valid; the owner calls this on its own thread.
-        unsafe { (*self.local.gate).publish(self.local.magazines.get()) };
+    /// Sets the gates right after a thief was here, and opens those that lead to something. By the owner.
+    #[cold]
+    fn open_again(&mut self, depot: &Depot) {
+        let closed = std::mem::replace(&mut self.state.closed, ClassSet::NONE);
+        for class in closed.iter() {
+            let (mag, count) = (self.mag(class), self.mag(class).len(depot));
+            match mag.loaded().take() {
+                Some(m) => {
+                    depot.set_count(&m, count);
+                    mag.point_at(depot, &m, usize::from(self.state.caps[class]));
+                    mag.loaded().set(Some(m));
+                }
+                None => mag.gate().shut(),
+            }
+        }
     }
 
-    /// Ends the thread's use. The caller has emptied the magazines, and the gate is revoked or the
-    /// caller is the owner.
+    /// Ends the thread's use. The caller has emptied the magazines, and is the owner or has closed the gates.
     pub(crate) fn detach(&mut self) {
         if self.state.attached {
-            // SAFETY: still attached, so the gate is valid.
-            unsafe { (*self.local.gate).revoke(empty()) };
+            // SAFETY: still attached, so the slot is valid.
+            unsafe { &*self.local.slot }.cut_off();
             self.state.attached = false;
         }
     }
@@ -168,7 +257,7 @@ impl Hold<'_> {
         let cap = self.cap(depot, class);
         let mag = self.mag(class);
         if mag.previous_len(depot).is_some_and(|n| n > 0) {
-            mag.swap(depot, cap);
+            self.exchange(depot, class, cap);
             depot.count_hits(class, u64::from(!gated));
             return true;
         }
@@ -185,15 +274,15 @@ impl Hold<'_> {
         if let Some(empty) = mag.previous().take() {
             depot.put_empty(class, empty);
         }
-        mag.previous().set(mag.unload(depot));
-        mag.load(depot, full, cap);
+        mag.previous().set(self.unload(depot, class));
+        self.load(depot, class, full, cap);
         self.state.brought[class] = brought as u16;
         true
     }
 
     /// Whether the class has no loaded magazine yet.
     pub(crate) fn lacks(&self, class: usize) -> bool {
-        self.mag(class).end().get().is_null()
+        self.mag(class).gate().bounds().is_none()
     }
 
     /// Makes room in the loaded magazine, with `empty` in its place if need be. `Some` is a full magazine that the
@@ -210,7 +299,7 @@ impl Hold<'_> {
         let cap = self.grow(depot, class);
         let mag = self.mag(class);
         if cap > before {
-            mag.widen(depot, cap);
+            self.widen(depot, class, cap);
             if mag.room() > 0 {
                 depot.put_empty(class, empty);
                 return None;
@@ -219,15 +308,15 @@ impl Hold<'_> {
         let mut surplus = None;
         match mag.previous_len(depot) {
             Some(n) if n < cap => {
-                mag.swap(depot, cap);
+                self.exchange(depot, class, cap);
                 depot.put_empty(class, empty);
                 return None;
             }
             Some(_) => surplus = mag.previous().take().and_then(|m| depot.put_full(class, m).err()),
             None => {}
         }
-        mag.previous().set(mag.unload(depot));
-        mag.load(depot, empty, cap);
+        mag.previous().set(self.unload(depot, class));
+        self.load(depot, class, empty, cap);
         surplus
     }
 
@@ -241,17 +330,24 @@ impl Hold<'_> {
         fill: impl FnOnce(usize, &mut dyn FnMut(Entry)),
     ) {
         let cap = self.cap(depot, class);
-        let mag = self.mag(class);
-        if mag.end().get().is_null() {
+        let lacked = self.lacks(class);
+        if lacked {
             let Some(m) = empty.take().or_else(|| depot.get_empty(class)) else { return };
-            mag.load(depot, m, cap);
+            self.load(depot, class, m, cap);
         }
-        let before = mag.len();
+        let mag = self.mag(class);
+        let before = mag.len(depot);
         fill(mag.room(), &mut |entry| {
             let fitted = mag.push(entry);
             debug_assert!(fitted, "more blocks than asked for");
         });
-        self.state.brought[class] = (mag.len() - before) as u16;
+        let brought = mag.len(depot) - before;
+        self.state.brought[class] = brought as u16;
+        if lacked && brought == 0 {
+            // A gate that a search has closed stays so while there is nothing behind it: the next free then stirs
+            // (`Drought`).
+            *empty = self.unload(depot, class);
+        }
     }
 
     /// How many blocks a magazine of the class may hold in this thread. A class that is used for the first
@@ -265,16 +361,15 @@ impl Hold<'_> {
         let first = depot.limits.magazine(class).min(FIRST_CAP);
         let bytes = Self::bytes(class, first);
         if self.state.reserved + bytes > depot.limits.thread() && self.state.reserved > 0 {
-            for other in 0..CLASSES {
+            for other in self.state.loaded.iter() {
                 // What the depot does not want stays in the thread: nothing is lost, and the next
                 // recall finds it.
-                for m in self.unload(depot, other) {
+                for m in self.take(depot, other) {
                     let Err(m) = self.put_by(depot, other, m) else { continue };
-                    let mag = self.mag(other);
-                    if mag.end().get().is_null() {
-                        mag.load(depot, m, 0);
+                    if self.lacks(other) {
+                        self.load(depot, other, m, 0);
                     } else {
-                        mag.previous().set(Some(m));
+                        self.mag(other).previous().set(Some(m));
                     }
                 }
             }
@@ -305,9 +400,43 @@ impl Hold<'_> {
         2 * cap * size_class::size_of(class)
     }
 
-    fn unload(&self, depot: &Depot, class: usize) -> impl Iterator<Item = Magazine> + use<> {
+    /// Loads a magazine, to be used up to `cap` blocks, or up to what it holds if that is more. By the owner.
+    fn load(&mut self, depot: &Depot, class: usize, m: Magazine, cap: usize) {
+        self.state.loaded.set(class, true);
         let mag = self.mag(class);
-        [mag.previous().take(), mag.unload(depot)].into_iter().flatten()
+        mag.gate().leave(mag.point_at(depot, &m, cap));
+        mag.loaded().set(Some(m));
+    }
+
+    /// Makes the previous magazine the loaded one, and the other way round. By the owner.
+    fn exchange(&self, depot: &Depot, class: usize, cap: usize) {
+        let mag = self.mag(class);
+        mag.gate().leave(mag.exchange(depot, mag.gate().top(), mag.len(depot), cap));
+    }
+
+    /// Lets the loaded magazine be used up to `cap` blocks. By the owner.
+    fn widen(&mut self, depot: &Depot, class: usize, cap: usize) {
+        if let Some(m) = self.unload(depot, class) {
+            self.load(depot, class, m, cap);
+        }
+    }
+
+    /// Takes the loaded magazine out. By the owner, or by a thief: what it leaves in a closed gate the owner sets right.
+    fn unload(&mut self, depot: &Depot, class: usize) -> Option<Magazine> {
+        let mag = self.mag(class);
+        let count = mag.len(depot);
+        let m = mag.loaded().take()?;
+        depot.set_count(&m, count);
+        if !mag.gate().is_closed() {
+            mag.gate().shut();
+        }
+        self.state.loaded.set(class, false);
+        Some(m)
+    }
+
+    /// Takes both magazines out.
+    fn take(&mut self, depot: &Depot, class: usize) -> impl Iterator<Item = Magazine> + use<> {
+        [self.mag(class).previous().take(), self.unload(depot, class)].into_iter().flatten()
     }
 
     fn put_by(&self, depot: &Depot, class: usize, m: Magazine) -> Result<(), Magazine> {
@@ -320,16 +449,16 @@ impl Hold<'_> {
 
     /// How many blocks of each class lie here, added to `sum`.
     pub(crate) fn count_into(&self, depot: &Depot, sum: &mut [usize]) {
-        for (class, sum) in sum.iter_mut().enumerate().take(CLASSES) {
+        for class in self.state.loaded.iter() {
             let mag = self.mag(class);
-            *sum += mag.len() + mag.previous_len(depot).unwrap_or(0);
+            sum[class] += mag.len(depot) + mag.previous_len(depot).unwrap_or(0);
         }
     }
 
     /// Takes all magazines out; those with blocks, and their class, go to `sink`.
     pub(crate) fn drain(&mut self, depot: &Depot, mut sink: impl FnMut(usize, Magazine)) {
-        for class in 0..CLASSES {
-            for m in self.unload(depot, class) {
+        for class in self.state.loaded.iter() {
+            for m in self.take(depot, class) {
                 if depot.count(&m) == 0 {
                     depot.put_empty(class, m);
                 } else {

@@ -190,8 +190,8 @@ impl Core {
     /// Through this thread's magazines: previous magazine, then depot, then slabs.
     pub(super) fn alloc_cached(&self, class: usize) -> Option<Entry> {
         let cached = thread::with_local(self, |local| {
-            // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
-            let mut hold = unsafe { local.hold_as_owner() };
+            // SAFETY: `with_local` gives this thread's own, and this thread is not inside a gate.
+            let mut hold = unsafe { local.hold_as_owner(&self.depot) };
             let mut empty = None;
             if hold.lacks(class) {
                 empty = self.depot.get_empty(class);
@@ -200,7 +200,7 @@ impl Core {
                     drop(hold);
                     empty = Some(self.depot.make_empty(class));
                     // SAFETY: as above.
-                    hold = unsafe { local.hold_as_owner() };
+                    hold = unsafe { local.hold_as_owner(&self.depot) };
                 }
             }
             // Whatever becomes of it, it is put by if it was not used.
@@ -213,7 +213,7 @@ impl Core {
             }
             let mut entry = hold.pop(class);
             if entry.is_some() {
-                // Where gates are open the next miss counts it.
+                // Where gates are used the next miss counts it.
                 self.depot.count_hits(class, u64::from(!self.gated));
             } else {
                 if !hold.reload(&self.depot, class, self.gated) {
@@ -222,7 +222,7 @@ impl Core {
                         drop(hold);
                         self.consolidate(size_class::size_of(class));
                         // SAFETY: as above.
-                        hold = unsafe { local.hold_as_owner() };
+                        hold = unsafe { local.hold_as_owner(&self.depot) };
                         // A thief may have closed the pool's caches meanwhile, or somebody begun to wait.
                         if !hold.attached() || self.waiters.any() {
                             return None;
@@ -233,11 +233,6 @@ impl Core {
                     });
                 }
                 entry = hold.pop(class);
-            }
-            // A gate that a search has closed stays so while there is nothing behind it: the next free
-            // then stirs (`Drought`).
-            if self.gated && entry.is_some() {
-                hold.publish();
             }
             entry
         });

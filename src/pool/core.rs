@@ -69,7 +69,7 @@ pub(crate) struct Core {
     pub(super) keys_mask: u64,
     /// Whether threads may use their magazines without a lock (the kernel has `membarrier`, and nobody wants
     /// hits counted).
-    pub(super) gated: bool,
+    pub(crate) gated: bool,
     pub(super) access: Access,
     /// Blocks out that are not of the class that their layout says; see `raw`.
     pub(super) odd: AtomicUsize,
@@ -107,7 +107,7 @@ pub(crate) struct Core {
     /// Keys by device, if there is more than one to be asked for.
     pub(super) rails: Option<RailTable>,
     pub(super) grower: Grower,
-    /// If buffers are watched; the pool then has no gates.
+    /// If buffers are watched; the pool then has no place in threads' rows.
     pub(super) guard: Guarded,
     pub(super) slot: Slot,
 }
@@ -343,8 +343,8 @@ impl Core {
         PoolRef { core: unsafe { NonNull::new_unchecked(core) }, slot_offset: self.slot_offset }
     }
 
-    pub(crate) fn has_gates(&self) -> bool {
-        self.slot.has_gates()
+    pub(crate) fn has_place(&self) -> bool {
+        self.slot.has_place()
     }
 
     /// Whether this is a forked child of the process that built the pool, as far as a fork handler can

@@ -6,7 +6,7 @@ use std::{cell::Cell, ptr::NonNull};
 use super::{Core, Pool, PoolRef};
 use crate::{
     buf::Buf,
-    magazine::{Place, ThreadGate},
+    magazine::{Place, ThreadSlot},
     reach::Any,
     slab::Entry,
     sync::unlikely,
@@ -21,7 +21,7 @@ pub(crate) struct Door {
     /// Where the heap's marks begin, and how far they go; 0 once it is shut.
     base: usize,
     len: Cell<usize>,
-    /// The place without gates once it is shut.
+    /// The place without magazines once it is shut.
     slot_offset: Cell<u32>,
 }
 
@@ -56,18 +56,18 @@ impl Door {
     }
 
     #[inline(always)]
-    fn gate(&self) -> &ThreadGate {
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        unsafe { &*thread::gate_at(self.slot_offset.get()) }
+    fn slot(&self) -> &ThreadSlot {
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        unsafe { &*thread::slot_at(self.slot_offset.get()) }
     }
 
     /// Takes a block for `len` bytes that is still to be marked as out.
     #[inline(always)]
     pub(crate) fn take(&self, len: usize) -> Option<Taken<'_>> {
-        let (gate, place) = (self.gate(), Place::of_len(len));
-        let entry = PoolRef::cached(gate, place, len)?;
+        let (slot, place) = (self.slot(), Place::of_len(len));
+        let entry = PoolRef::cached(slot, place, len)?;
         // SAFETY: a block came through it.
-        Some(Taken { core: unsafe { self.core() }, gate, entry, place })
+        Some(Taken { core: unsafe { self.core() }, slot, entry, place })
     }
 
     /// Takes a block back that is out of this heap.
@@ -82,7 +82,7 @@ impl Door {
         let core = unsafe { self.core() };
         // SAFETY: below the length of the marks.
         let (entry, place) = unsafe { core.claim_at(addr, offset) }?;
-        Some(Taken { core, gate: self.gate(), entry, place })
+        Some(Taken { core, slot: self.slot(), entry, place })
     }
 
     /// Marks a block of the class that `len` says as out, whatever it takes.
@@ -109,7 +109,7 @@ impl Door {
 /// A block that came through a door, and holds it open.
 pub(crate) struct Taken<'a> {
     core: &'a Core,
-    gate: &'a ThreadGate,
+    slot: &'a ThreadSlot,
     entry: Entry,
     place: Place,
 }
@@ -147,6 +147,6 @@ impl Taken<'_> {
     /// Frees it into this thread's loaded magazine, if that has room.
     #[inline(always)]
     pub(crate) fn give_at_hand(&self) -> bool {
-        self.gate.push(self.place, self.entry)
+        self.slot.push(self.place, self.entry)
     }
 }

@@ -37,9 +37,9 @@ impl Core {
         let class = place.class();
         // SAFETY: the caller's block is live, so the core is, until the block has been given back.
         let this = unsafe { core.as_ref() };
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let gate = unsafe { &*thread::gate_at(this.slot_offset) };
-        if gate.push_previous(&this.depot, place, entry) {
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        let slot = unsafe { &*thread::slot_at(this.slot_offset) };
+        if slot.push_previous(&this.depot, place, entry) {
             return None;
         }
         // A child owns none of this; its copy of the books just keeps the block.
@@ -76,8 +76,8 @@ impl Core {
     /// the block is in and the thread's lock released, the core may be gone.
     pub(super) fn free_cached(&self, entry: Entry, class: usize) -> bool {
         thread::with_local(self, |local| {
-            // SAFETY: `with_local` gives this thread's own, and this thread is not inside its gate.
-            let mut hold = unsafe { local.hold_as_owner() };
+            // SAFETY: `with_local` gives this thread's own, and this thread is not inside a gate.
+            let mut hold = unsafe { local.hold_as_owner(&self.depot) };
             let mut made = None;
             let done = loop {
                 // Asked under the lock that whoever emptied the caches had before: see `waiters.rs`.
@@ -93,7 +93,7 @@ impl Core {
                     drop(hold);
                     made = Some(self.depot.make_empty(class));
                     // SAFETY: as above.
-                    hold = unsafe { local.hold_as_owner() };
+                    hold = unsafe { local.hold_as_owner(&self.depot) };
                     continue;
                 };
                 if let Some(surplus) = hold.make_room(&self.depot, class, empty) {
@@ -105,9 +105,6 @@ impl Core {
             };
             // Under the lock still: see above.
             made.into_iter().for_each(|m| self.depot.put_empty(class, m));
-            if done && self.gated {
-                hold.publish();
-            }
             done
         })
         .unwrap_or(false)

@@ -1,6 +1,6 @@
 //! Guarded pools: where an alloc and a free meet the guards, and how the quarantine gives way.
 //!
-//! A pool with guards, or that tracks, has no gates: its heaps take the place that stands for "no slot", so that
+//! A pool with guards, or that tracks, has no magazines: its heaps take the place that stands for "no slot", so that
 //! every alloc and free misses the caches and goes by the slabs' lock. What is done for guards is so done on
 //! ways that are slow in any case, and the fast ones know nothing of it.
 

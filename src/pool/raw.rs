@@ -67,8 +67,8 @@ impl PoolRef {
             return None;
         }
         let class = size_class::class_of(layout.size());
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let entry = unsafe { &*thread::gate_at(self.slot_offset) }.pop(Place::of(class))?;
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        let entry = unsafe { &*thread::slot_at(self.slot_offset) }.pop(Place::of(class))?;
         Some((entry.ptr, size_class::size_of(class)))
     }
 
@@ -89,11 +89,11 @@ impl PoolRef {
             return None;
         }
         let class = size_class::class_of(layout.size());
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let gate = unsafe { &*thread::gate_at(self.slot_offset) };
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        let slot = unsafe { &*thread::slot_at(self.slot_offset) };
         // SAFETY: whoever holds the reference holds a handle, so the core is alive.
         let depot = &unsafe { self.core.as_ref() }.depot;
-        let entry = gate.pop_previous(depot, Place::of(class))?;
+        let entry = slot.pop_previous(depot, Place::of(class))?;
         Some((entry.ptr, size_class::size_of(class)))
     }
 
@@ -163,8 +163,8 @@ impl PoolRef {
         }
         let place = Place::of_len(layout.size());
         let entry = Entry { ptr, keys: core.slabs.map().keys_at(ptr) };
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        unsafe { &*thread::gate_at(self.slot_offset) }.push(place, entry)
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        unsafe { &*thread::slot_at(self.slot_offset) }.push(place, entry)
     }
 
     /// # Safety
@@ -207,8 +207,8 @@ impl PoolRef {
             class
         };
         let (place, entry) = (Place::of(class), Entry { ptr, keys: this.slabs.map().keys_at(ptr) });
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        if unsafe { &*thread::gate_at(this.slot_offset) }.push(place, entry) {
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        if unsafe { &*thread::slot_at(this.slot_offset) }.push(place, entry) {
             return None;
         }
         // SAFETY: not pushed, so the block is still the caller's, and of this class.

@@ -1,4 +1,4 @@
-//! The fast path of alloc: a reference to a pool and a gate, one magazine, one handle; and the door to the
+//! The fast path of alloc: a reference to a pool and a slot, one magazine, one handle; and the door to the
 //! slow path, which answers in registers.
 
 use std::{panic::Location, ptr::NonNull};
@@ -9,13 +9,13 @@ use crate::{
     buf::Buf,
     error::AllocError,
     guard::Caller,
-    magazine::{Place, ThreadGate},
+    magazine::{Place, ThreadSlot},
     size_class::{self, CLASSES, MAX_BLOCK, MIN_BLOCK},
     slab::Entry,
     thread,
 };
 
-/// Where a pool is and where its gates are: what a handle and a buffer need on the hot path. Owns nothing.
+/// Where a pool is and where threads' rows lead to its magazines: what a handle and a buffer need on the hot path. Owns nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PoolRef {
     pub(crate) core: NonNull<Core>,
@@ -23,17 +23,17 @@ pub(crate) struct PoolRef {
 }
 
 impl PoolRef {
-    /// Allocates through `gate`, which is this thread's for this pool. Whoever holds the reference holds
+    /// Allocates through `slot`, which is this thread's for this pool. Whoever holds the reference holds
     /// a handle too. Everything is passed by value, so that a caller's handle can stay in registers.
     #[inline(always)]
     #[track_caller]
     pub(crate) fn alloc<R>(
         self,
-        gate: *const ThreadGate,
+        slot: *const ThreadSlot,
         len: usize,
     ) -> Result<Buf<R>, AllocError> {
         let mut place = Place::of_len(len);
-        let mut entry = Self::cached(gate, place, len);
+        let mut entry = Self::cached(slot, place, len);
         if entry.is_none()
             && let Some(slow) = Self::alloc_slow(self.core, len).get()
         {
@@ -47,12 +47,12 @@ impl PoolRef {
 
     /// What the magazine at hand has.
     #[inline(always)]
-    pub(super) fn cached(gate: *const ThreadGate, place: Place, len: usize) -> Option<Entry> {
+    pub(super) fn cached(slot: *const ThreadSlot, place: Place, len: usize) -> Option<Entry> {
         if len.wrapping_sub(1) < MAX_BLOCK {
             // SAFETY: such lengths have a class.
             unsafe { place.assume_in_range() };
-            // SAFETY: the caller's gate is this thread's own, and lives as long as the thread.
-            return unsafe { &*gate }.pop(place);
+            // SAFETY: the caller's slot is this thread's own, and lives as long as the thread.
+            return unsafe { &*slot }.pop(place);
         }
         None
     }
@@ -82,9 +82,9 @@ impl PoolRef {
         let core = unsafe { core.as_ref() };
         if len.wrapping_sub(1) < MAX_BLOCK {
             let class = size_class::class_of(len);
-            // SAFETY: this thread's own gate, which lives as long as the thread.
-            let gate = unsafe { &*thread::gate_at(core.slot_offset) };
-            if let Some(entry) = gate.pop_previous(&core.depot, Place::of(class)) {
+            // SAFETY: this thread's own slot, which lives as long as the thread.
+            let slot = unsafe { &*thread::slot_at(core.slot_offset) };
+            if let Some(entry) = slot.pop_previous(&core.depot, Place::of(class)) {
                 return Answer::new(entry, class, false);
             }
         }

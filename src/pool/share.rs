@@ -148,7 +148,7 @@ impl PoolRef {
     ) -> Option<(Entry, usize)> {
         if align <= MIN_BLOCK {
             let class = size_class::class_of(len);
-            let cached = Self::cached(thread::gate_at(self.slot_offset), Place::of(class), len);
+            let cached = Self::cached(thread::slot_at(self.slot_offset), Place::of(class), len);
             if let Some(entry) = cached {
                 return Some((entry, class));
             }
@@ -197,7 +197,7 @@ impl<R> Share<R> {
     pub fn alloc(&self, len: usize) -> Result<Buf<R>, AllocError> {
         let inner = self.reserve.inner();
         let (mut home, mut place) = (inner, Place::of_len(len));
-        let mut entry = PoolRef::cached(thread::gate_at(inner.slot_offset), place, len);
+        let mut entry = PoolRef::cached(thread::slot_at(inner.slot_offset), place, len);
         if entry.is_none()
             && let Some(slow) = PoolRef::share_slow(inner.core, len).get()
         {

@@ -38,8 +38,8 @@ impl Core {
         }
         let mut registry = self.registry.lock();
         registry.locals.retain(|l| !Arc::ptr_eq(l, local));
-        // SAFETY: called by the thread's own destructor, outside its gate.
-        let mut hold = unsafe { local.hold_as_owner() };
+        // SAFETY: called by the thread's own destructor, outside all gates.
+        let mut hold = unsafe { local.hold_as_owner(&self.depot) };
         if hold.attached() {
             // Asked under the registry's lock, which whoever emptied the caches had before.
             let waited_for = self.waiters.any();

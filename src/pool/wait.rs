@@ -23,7 +23,7 @@ use crate::{
     magazine::Place,
     reach::Any,
     size_class::{self, MAX_BLOCK},
-    thread::gate_at,
+    thread::slot_at,
 };
 
 /// What is asked for, and by whom.
@@ -321,8 +321,8 @@ impl<R> Pool<R> {
             return None;
         }
         let place = Place::of_len(len);
-        // SAFETY: this thread's own gate, which lives as long as the thread.
-        let entry = unsafe { &*gate_at(self.inner.slot_offset) }.pop(place)?;
+        // SAFETY: this thread's own slot, which lives as long as the thread.
+        let entry = unsafe { &*slot_at(self.inner.slot_offset) }.pop(place)?;
         Some(Buf::new(self.inner, entry, len, place))
     }
 }
