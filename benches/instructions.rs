@@ -32,7 +32,7 @@ const LOCAL: u64 = 32;
 /// From an access class, by `Pool::alloc_in`: two more, to see that it is one of this pool.
 const CLASS: u64 = 34;
 /// From a share's reserve: three more, since where the buffer goes back to is not known when compiling, and
-/// the drop cannot use the gate that the alloc has found.
+/// the drop cannot use the slot that the alloc has found.
 const SHARE: u64 = 35;
 /// Every block passes through the depot.
 const CROSS: u64 = 67;

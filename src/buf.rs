@@ -12,7 +12,7 @@ use std::{
 };
 
 use crate::{
-    access::{Keys, LKey, RemoteBuf, Sge},
+    access::{Keys, LKey, PackedKeys, RemoteBuf, Sge},
     magazine::Place,
     pool::{Core, PoolRef},
     reach::{Any, Local, OneDevice, Reach, Remote},
@@ -31,9 +31,13 @@ use crate::{
 /// from `&mut` code that keeps the buffer but not the slice, and look again after the completion. And
 /// keep the buffer until then: dropping it while a work request is in flight lets its next owner's bytes
 /// be sent or overwritten.
+// In this order, so that what is looked at soon and what is not take turns: the compiler moves neighbours that are not
+// looked at as one, and a load of two words that were stored one by one waits until both are in the cache.
+#[repr(C)]
 pub struct Buf<R = Any> {
-    entry: Entry,
+    ptr: NonNull<u8>,
     len: usize,
+    keys: PackedKeys,
     core: NonNull<Core>,
     home: Home,
     _owns: PhantomData<([u8; 0], R)>,
@@ -79,7 +83,13 @@ impl<R> Buf<R> {
     #[inline(always)]
     pub(crate) fn new(pool: PoolRef, entry: Entry, len: usize, place: Place) -> Self {
         let PoolRef { core, slot_offset } = pool;
-        Self { entry, len, core, home: Home::new(place, slot_offset), _owns: PhantomData }
+        let (Entry { ptr, keys }, home) = (entry, Home::new(place, slot_offset));
+        Self { ptr, len, keys, home, core, _owns: PhantomData }
+    }
+
+    #[inline(always)]
+    fn entry(&self) -> Entry {
+        Entry { ptr: self.ptr, keys: self.keys }
     }
 
     #[inline(always)]
@@ -91,7 +101,7 @@ impl<R> Buf<R> {
     /// The keys on the one device, or on the first of several.
     #[inline]
     fn keys_here(&self) -> Keys {
-        let keys = self.entry.keys;
+        let keys = self.keys;
         Keys { lkey: keys.lkey(), rkey: self.core().remote.then_some(keys.rkey()) }
     }
 
@@ -110,7 +120,7 @@ impl<R> Buf<R> {
     /// How many bytes the block has; [`set_len`](Buf::set_len) can use them all. With a
     /// [canary](crate::Guards::canary), how many were asked for.
     pub fn capacity(&self) -> usize {
-        self.core().usable_len(self.entry.ptr, self.home.place().class())
+        self.core().usable_len(self.ptr, self.home.place().class())
     }
 
     /// Sets the length, up to the capacity. The address stays (P9); bytes beyond the old length are
@@ -141,13 +151,13 @@ impl<R> Buf<R> {
     /// The first byte's address. It stays the same as long as this buffer lives.
     #[inline]
     pub fn as_ptr(&self) -> *const u8 {
-        self.entry.ptr.as_ptr()
+        self.ptr.as_ptr()
     }
 
     /// The first byte's address, for writing.
     #[inline]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.entry.ptr.as_ptr()
+        self.ptr.as_ptr()
     }
 
     /// Gives up the handle and keeps the block, as a bare address. [`Pool::from_raw`] or
@@ -158,8 +168,8 @@ impl<R> Buf<R> {
     #[inline]
     pub fn into_raw(self) -> NonNull<u8> {
         let this = ManuallyDrop::new(self);
-        this.core().outs.set(this.entry.ptr, this.home.place());
-        this.entry.ptr
+        this.core().outs.set(this.ptr, this.home.place());
+        this.ptr
     }
 
     /// Gives up the handle for a token, to ride in a work request's `wr_id`. [`Pool::from_token`] takes it
@@ -186,7 +196,7 @@ impl<R> Buf<R> {
     #[inline]
     pub fn into_token(self) -> u64 {
         let this = ManuallyDrop::new(self);
-        this.core().tokens.take_off(this.entry.ptr, this.len, this.home.place())
+        this.core().tokens.take_off(this.ptr, this.len, this.home.place())
     }
 
     /// The heap that it goes back to.
@@ -198,7 +208,7 @@ impl<R> Buf<R> {
     #[inline]
     pub(crate) fn into_parts(self) -> (Entry, Place) {
         let this = ManuallyDrop::new(self);
-        (this.entry, this.home.place())
+        (this.entry(), this.home.place())
     }
 }
 
@@ -206,7 +216,7 @@ impl<R: OneDevice> Buf<R> {
     /// The lkey: for this host's own work requests.
     #[inline]
     pub fn lkey(&self) -> LKey {
-        self.entry.keys.lkey()
+        self.keys.lkey()
     }
 
     /// Both keys.
@@ -222,7 +232,7 @@ impl<R: OneDevice> Buf<R> {
     #[inline]
     pub fn sge(&self) -> Sge {
         Sge {
-            addr: self.core().wire_addr(self.entry.ptr),
+            addr: self.core().wire_addr(self.ptr),
             length: u32::try_from(self.len).unwrap_or(u32::MAX),
             lkey: self.lkey(),
         }
@@ -231,7 +241,7 @@ impl<R: OneDevice> Buf<R> {
     /// The scatter-gather element for `len` bytes from `offset`; `None` if they are not all inside.
     pub fn sge_range(&self, offset: usize, len: u32) -> Option<Sge> {
         let end = offset.checked_add(len as usize)?;
-        let addr = self.core().wire_addr(self.entry.ptr) + offset as u64;
+        let addr = self.core().wire_addr(self.ptr) + offset as u64;
         (end <= self.len).then_some(Sge { addr, length: len, lkey: self.lkey() })
     }
 }
@@ -243,7 +253,7 @@ impl Buf {
     #[inline]
     pub fn remote(&self) -> Option<RemoteBuf> {
         let rkey = self.keys().rkey?;
-        Some(RemoteBuf { addr: self.core().wire_addr(self.entry.ptr), len: self.len as u64, rkey })
+        Some(RemoteBuf { addr: self.core().wire_addr(self.ptr), len: self.len as u64, rkey })
     }
 }
 
@@ -253,7 +263,7 @@ impl Buf<Remote> {
     /// The right that the rkey conveys is over the whole arena, not over this buffer alone.
     #[inline]
     pub fn remote(&self) -> RemoteBuf {
-        let (addr, rkey) = (self.core().wire_addr(self.entry.ptr), self.entry.keys.rkey());
+        let (addr, rkey) = (self.core().wire_addr(self.ptr), self.keys.rkey());
         RemoteBuf { addr, len: self.len as u64, rkey }
     }
 }
@@ -262,8 +272,8 @@ impl<R> Buf<R> {
     /// The same buffer under another reach, which the caller knows to be true of it.
     pub(crate) fn reached<S>(self) -> Buf<S> {
         let this = ManuallyDrop::new(self);
-        let Self { entry, len, core, home, .. } = *this;
-        Buf { entry, len, core, home, _owns: PhantomData }
+        let Self { ptr, len, keys, home, core, .. } = *this;
+        Buf { ptr, len, keys, home, core, _owns: PhantomData }
     }
 }
 
@@ -286,9 +296,9 @@ impl<R> Drop for Buf<R> {
     fn drop(&mut self) {
         // SAFETY: `slot_at` gives this thread's own slot, which lives as long as the thread.
         let slot = unsafe { &*thread::slot_at(self.home.slot_offset()) };
-        if !slot.push(self.home.place(), self.entry) {
+        if !slot.push(self.home.place(), self.entry()) {
             // SAFETY: not pushed, so this buffer is still live, and its core with it.
-            unsafe { Core::free_slow(self.core, self.entry, self.home.place()) };
+            unsafe { Core::free_slow(self.core, self.entry(), self.home.place()) };
         }
     }
 }
@@ -300,7 +310,7 @@ impl<R> Deref for Buf<R> {
     fn deref(&self) -> &[u8] {
         // SAFETY: the block is mapped while this buffer lives (P4), is at least `len` bytes long, was
         // zeroed when it was mapped and so is initialised, and is this buffer's alone.
-        unsafe { slice::from_raw_parts(self.entry.ptr.as_ptr(), self.len) }
+        unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 }
 
@@ -308,7 +318,7 @@ impl<R> DerefMut for Buf<R> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `deref`; `&mut self` makes it exclusive.
-        unsafe { slice::from_raw_parts_mut(self.entry.ptr.as_ptr(), self.len) }
+        unsafe { slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 }
 
@@ -328,7 +338,7 @@ impl<R: Reach> fmt::Debug for Buf<R> {
     /// Shows where the buffer is and its keys, never what is in it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut f = f.debug_struct("Buf");
-        f.field("addr", &self.entry.ptr);
+        f.field("addr", &self.ptr);
         f.field("len", &self.len);
         f.field("capacity", &self.capacity());
         if R::ONE_DEVICE {

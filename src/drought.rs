@@ -1,9 +1,9 @@
 //! Drought: what is known of a heap that was searched in vain. Manages the proof that nothing has come back
 //! to it since; the search, and what is done instead, are the pool's business.
 //!
-//! The search closes the gates of all threads, so whatever is freed to the heap afterwards takes a slow path
-//! first, and that [stirs](Drought::stir) before it puts the block anywhere. As long as the count of stirs
-//! is what it was before the search, the heap is as empty as the search found it.
+//! The search closes all threads' gates of loaded magazines (the others are shut as it is), so whatever is freed to
+//! the heap afterwards takes a slow path first, and that [stirs](Drought::stir) before it puts the block anywhere. As
+//! long as the count of stirs is what it was before the search, the heap is as empty as the search found it.
 //!
 //! | who | does | pairs with |
 //! |---|---|---|

@@ -1,8 +1,8 @@
 //! The gate: lets a thread use its own magazine with plain loads and stores, and lets another thread take that
 //! right away.
 //!
-//! Three words: `top` points above the last block, `bottom` and `end` delimit where blocks may be. The owner *marks*
-//! `top` (its lowest bit, while it is inside), and only then looks at one of the bounds. A thief *closes* the gate: it
+//! Three words: `top` points above the last block, `bottom` and `end` delimit where blocks may be. The owner takes `top`
+//! and leaves a *mark* there while it is inside, and only then looks at one of the bounds. A thief *closes* the gate: it
 //! puts bounds there between which nothing can be popped or pushed, so that the owner's look for blocks is its look for
 //! thieves, too. Then the thief waits until there is no mark. Between store and load on each side stands a barrier, so
 //! at least one of the two sees the other. The owner's barrier costs nothing: the thief pays for both with
@@ -15,7 +15,7 @@
 //! | closed | yes | the owner, if it looked before they were closed; the thief waits. Else nobody: it leaves at once |
 //! | closed | no | whoever holds the lock that `close` and `open` are called under |
 //!
-//! Nobody but the owner writes `top`: an owner that comes too late still marks it, and puts back what it was. What a
+//! Nobody but the owner writes `top`: an owner that comes too late still leaves its mark, and puts back what it took. What a
 //! thief leaves there is no longer true, and the owner sets it right before it opens the gate again.
 //!
 //! The mark is in a word that each pop and push writes in any case because the cache takes one store a cycle, or two
@@ -48,7 +48,7 @@ impl<T> Clone for Gate<'_, T> {
 
 impl<T> Copy for Gate<'_, T> {}
 
-/// The lowest bit of `top`, which no pointer to a `T` has.
+/// What `top` is while the owner is inside: no pointer to a `T`.
 const MARK: usize = 1;
 
 /// The bounds of a closed gate: nothing lies above the first, nothing below the second.
@@ -62,14 +62,12 @@ impl<T> Gate<'_, T> {
         const { assert!(align_of::<T>() > MARK) };
         // Relaxed, as all that the owner does to its own words: it sees its own stores.
         let top = self.top.load(Relaxed);
-        self.top.store(top.wrapping_byte_add(MARK), Relaxed);
+        self.top.store(ptr::without_provenance_mut(MARK), Relaxed);
         light_barrier();
         top
     }
 
-    /// Whether there is a block below `top`, and nobody has closed the gate. From inside. (Elsewhere `magazine.rs` has
-    /// this in one instruction.)
-    #[cfg(any(loom, miri, not(target_arch = "x86_64")))]
+    /// Whether there is a block below `top`, and nobody has closed the gate. From inside.
     #[inline(always)]
     pub(crate) fn may_pop(self, top: *mut T) -> bool {
         // Relaxed: only the owner itself ever stores anything but what closes.
@@ -77,24 +75,41 @@ impl<T> Gate<'_, T> {
     }
 
     /// Whether there is room at `top`, and nobody has closed the gate. From inside.
-    #[cfg(any(loom, miri, not(target_arch = "x86_64")))]
     #[inline(always)]
     pub(crate) fn may_push(self, top: *mut T) -> bool {
         // Relaxed: only the owner itself ever stores anything but what closes.
         top < self.end.load(Relaxed)
     }
 
-    /// Leaves, with a new top. Pairs with the load in [`wait_idle`](Gate::wait_idle): the thief sees all that was
-    /// done inside.
+    /// Leaves, with a new top. Pairs with the load in [`top`](Gate::top): the thief sees all that was done
+    /// inside.
     #[inline(always)]
     pub(crate) fn leave(self, top: *mut T) {
         self.top.store(top, Release);
     }
 
-    /// The top. By the owner, outside, or by a thief who closed the gate and waited.
+    /// The top. By the owner, outside, or by a thief who closed the gate.
+    ///
+    /// A thief waits until the owner is outside. That is for a few instructions, unless it was descheduled there. One
+    /// that comes too late leaves its mark for a moment, too; then it wants the lock.
     pub(crate) fn top(self) -> *mut T {
-        // An owner that comes too late may have set the mark since, and put nothing else there.
-        self.top.load(Relaxed).map_addr(|addr| addr & !MARK)
+        let mut spins = 0u32;
+        loop {
+            // Acquire pairs with the Release in `leave`.
+            let top = self.top.load(Acquire);
+            if top.addr() != MARK {
+                return top;
+            }
+            spins = spins.wrapping_add(1);
+            #[cfg(not(loom))]
+            if spins % 1024 < 64 {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+            #[cfg(loom)]
+            loom::thread::yield_now();
+        }
     }
 
     /// The bounds, if the gate is open and has memory. By the owner.
@@ -103,7 +118,7 @@ impl<T> Gate<'_, T> {
         (bottom.addr() != CLOSED_BOTTOM && !end.is_null()).then_some((bottom, end))
     }
 
-    /// Whether a thief has closed it since the owner set its bounds. By the owner, under the lock.
+    /// Whether a thief has closed it since the owner set its bounds. Under the lock.
     pub(crate) fn is_closed(self) -> bool {
         self.bottom.load(Relaxed).addr() == CLOSED_BOTTOM
     }
@@ -133,35 +148,20 @@ impl<T> Gate<'_, T> {
         }
         open
     }
-
-    /// Waits until the owner is outside. It is inside for a few instructions, unless it was descheduled there.
-    fn wait_idle(self) {
-        let mut spins = 0u32;
-        // Acquire pairs with the Release in `leave`.
-        while self.top.load(Acquire).addr() & MARK != 0 {
-            spins += 1;
-            #[cfg(not(loom))]
-            if spins < 64 {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-            }
-            #[cfg(loom)]
-            loom::thread::yield_now();
-        }
-        let _ = spins;
-    }
 }
 
 /// Closes many gates at the price of one barrier and waits until all owners are outside.
 ///
 /// The caller holds the lock of each gate's blocks, and is then alone with all of them until it releases the locks.
-/// Mostly two rounds: an owner who was moving the bounds from inside, as the first began, has opened its gate again.
+/// Mostly one round, and a look: an owner who was moving the bounds from inside as the round began has opened its gate
+/// again.
 pub(crate) fn close_all<'a, T: 'a>(gates: impl Iterator<Item = Gate<'a, T>> + Clone) {
     // All are closed, not just up to the first that was open.
     while gates.clone().fold(false, |any, gate| gate.close() | any) {
         heavy_barrier();
-        gates.clone().for_each(Gate::wait_idle);
+        gates.clone().for_each(|gate| {
+            gate.top();
+        });
     }
 }
 
@@ -362,7 +362,7 @@ mod loom_tests {
 
     fn check(f: impl Fn() + Sync + Send + 'static) {
         let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(4);
+        model.preemption_bound = Some(3);
         model.check(f);
     }
 
@@ -421,6 +421,31 @@ mod loom_tests {
             let stolen = thief.join().unwrap();
             assert_eq!(got.unwrap_or(0) + stolen, 1);
             assert!(stolen == 0 || s.0.pop().is_none());
+        });
+    }
+
+    #[test]
+    fn loom_counted_and_then_robbed_while_the_bounds_move() {
+        check(|| {
+            let s = Arc::new((Small::new(), Mutex::new(())));
+            s.0.load();
+            s.0.put_by(1);
+            let t = s.clone();
+            let thief = thread::spawn(move || {
+                {
+                    let _lock = t.1.lock().unwrap();
+                    t.0.count();
+                }
+                let _lock = t.1.lock().unwrap();
+                t.0.steal().1
+            });
+            s.0.exchange();
+            let got = s.0.pop().unwrap_or(0);
+            put(&s, 4);
+            s.0.exchange();
+            let stolen = thief.join().unwrap();
+            let _lock = s.1.lock().unwrap();
+            assert_eq!(got + stolen + s.0.steal().1, 5);
         });
     }
 }

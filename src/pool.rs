@@ -75,7 +75,7 @@ pub struct Pool<R = Any> {
 }
 
 // SAFETY: a handle leads to a `Core`, all of whose shared parts are atomic or locked, and whose
-// thread-bound parts are found through the calling thread's own gate.
+// thread-bound parts are found through the calling thread's own slot.
 unsafe impl<R> Send for Pool<R> {}
 // SAFETY: as above.
 unsafe impl<R> Sync for Pool<R> {}

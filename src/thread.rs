@@ -17,7 +17,7 @@ use std::{
 };
 
 use crate::{
-    magazine::{Local, ThreadSlot},
+    magazine::{self, Closed, Local, ThreadSlot},
     pool::Core,
     reentry,
     sync::in_register,
@@ -31,14 +31,21 @@ pub(crate) const SLOTS: usize = 256;
 thread_local! {
     // One more than there are slots: it always leads to nobody's, and stands for "no slot".
     static ROW: [ThreadSlot; SLOTS + 1] = const { [const { ThreadSlot::new() }; SLOTS + 1] };
-    static ATTACHED: RefCell<Attached> = const { RefCell::new(Attached(Vec::new())) };
+    static ATTACHED: RefCell<Attached> =
+        const { RefCell::new(Attached { locals: Vec::new(), apart: None }) };
 }
 
-struct Attached(Vec<(u64, Arc<Local>, Weak<Core>)>);
+struct Attached {
+    locals: Vec<(u64, Arc<Local>, Weak<Core>)>,
+    /// Where the last slot leads once it was used: pops and pushes mark the gates that they find closed, too, and
+    /// threads had better not do that in the same lines.
+    apart: Option<Box<Closed>>,
+}
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        for (_, local, core) in self.0.drain(..) {
+        ROW.with(|row| row[SLOTS].cut_off());
+        for (_, local, core) in self.locals.drain(..) {
             // A core that is gone was closed, and has detached this thread then.
             if let Some(core) = core.upgrade() {
                 core.detach(&local);
@@ -105,20 +112,37 @@ pub(crate) fn slot_at(offset: u32) -> *const ThreadSlot {
 /// Runs `f` on this thread's magazines for `core`, made if need be. `None` when the thread is past giving
 /// things back, or when this is called from inside itself (through a global allocator, say).
 pub(crate) fn with_local<R>(core: &Core, f: impl FnOnce(&Local) -> R) -> Option<R> {
+    let _own = reentry::enter();
     if !core.has_place() {
+        stand_apart();
         return None;
     }
-    let _own = reentry::enter();
     let run = |attached: &RefCell<Attached>| {
         // Borrowed until `f` is done: that is what keeps a call from inside out.
         let mut attached = attached.try_borrow_mut().ok()?;
-        let at = match attached.0.iter().position(|(id, _, _)| *id == core.id) {
+        let at = match attached.locals.iter().position(|(id, _, _)| *id == core.id) {
             Some(at) => at,
-            None => attach(core, &mut attached.0)?,
+            None => attach(core, &mut attached.locals)?,
         };
-        Some(f(&attached.0[at].1))
+        Some(f(&attached.locals[at].1))
     };
     ATTACHED.try_with(run).ok().flatten()
+}
+
+/// Lets the last slot lead to closed magazines of this thread alone.
+fn stand_apart() {
+    ROW.with(|row| {
+        let slot = &row[SLOTS];
+        if !slot.leads_to(magazine::nobodys()) {
+            return;
+        }
+        // At the thread's end, and when called from inside this, it stays as it is.
+        let _ = ATTACHED.try_with(|attached| {
+            if let Ok(mut attached) = attached.try_borrow_mut() {
+                slot.lead_to(attached.apart.get_or_insert_with(|| Box::new(Closed::new())).get());
+            }
+        });
+    });
 }
 
 #[cold]

@@ -33,7 +33,7 @@ use crate::{
     magazine::Place,
     page_map::PageMap,
     record::{Cargo, Record},
-    size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT},
+    size_class::{MIN_BLOCK, PAGE, PAGE_SHIFT, SPAN_CLASS},
     sync::unlikely,
     sys::{
         fork,
@@ -61,6 +61,7 @@ const _: () = assert!(PLANES == 1 << (TAG_AT - PLANE_AT) && TAG_AT + TAG_BITS ==
 const LONG: usize = u16::MAX as usize;
 /// In a record's place: the flight belongs to a `Posted`.
 const POSTED: u32 = 1 << 15;
+const _: () = assert!(Place::of(SPAN_CLASS).code() < POSTED, "a place leaves the flag's bit free");
 
 /// Pages that one part of the far table stands for: 2 MiB.
 const PART: usize = 512;

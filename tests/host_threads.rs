@@ -385,6 +385,37 @@ fn owners_that_move_between_their_magazines_are_counted_and_robbed() {
 }
 
 #[test]
+fn a_class_that_was_counted_after_its_cap_was_taken_back_still_has_room() {
+    const X: usize = 16 << 10;
+    for scarce in [false, true] {
+        let pool = soft(1 << 20).build().unwrap();
+        let mut all: Vec<_> = std::iter::from_fn(|| pool.alloc(X).ok()).collect();
+        if scarce {
+            // Memory runs short, and is found in a cache: refills stay small for a while.
+            all.truncate(all.len() - 2);
+            drop(pool.alloc(64).unwrap());
+        }
+        drop(all);
+        // Two more classes than the thread's share has room for: the first one's magazines are to go to the depot,
+        // which has all it takes.
+        let others = [2 * X, 3 * X / 2].map(|len| pool.alloc(len).unwrap());
+        let rest = [X; 2].map(|len| pool.alloc(len).unwrap());
+        let held = thread::scope(|s| {
+            let take = || (0..8).map(|_| pool.alloc(X).unwrap()).collect::<Vec<_>>();
+            s.spawn(take).join().unwrap()
+        });
+        // Looks into the thread's magazines, and takes nothing.
+        assert!(pool.stats().live > 0);
+        let more: Vec<_> = (0..8).map(|_| pool.alloc(X).unwrap()).collect();
+        drop((others, rest, held, more));
+        pool.trim();
+        let s = pool.stats();
+        assert_eq!((s.live, s.live_buffers), (0, 0), "blocks were lost");
+        pool.check();
+    }
+}
+
+#[test]
 fn a_buffer_freed_after_the_end_on_a_fresh_thread_tears_down() {
     let device = pinpool::Device::soft();
     let pool = soft(1 << 20).device(device.clone()).build().unwrap();

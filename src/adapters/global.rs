@@ -12,7 +12,7 @@
 //! **No foreign code.** Blocks that come back may be what somebody waits for, and waking them runs their waker,
 //! which may take any lock, one that the freeing code holds among them. So a thread of its own does that.
 //!
-//! **At the ends.** Gates are thread-local memory without a destructor, and the pool is never torn down once
+//! **At the ends.** Rows are thread-local memory without a destructor, and the pool is never torn down once
 //! it was attached, so both sides work before `main`, while thread-locals are destroyed, and in exit handlers.
 
 use std::{

@@ -16,7 +16,7 @@ impl Buf<Rails> {
     #[inline]
     pub fn keys_on(&self, device: &Device) -> Result<Keys, UnknownDevice> {
         // A live buffer's arena is there.
-        self.core().live_keys_on(self.entry.ptr.as_ptr() as usize, device)
+        self.core().live_keys_on(self.ptr.as_ptr() as usize, device)
     }
 
     /// The scatter-gather element for the whole length (cut to `u32::MAX` bytes) on one device.
@@ -26,7 +26,7 @@ impl Buf<Rails> {
     #[inline]
     pub fn sge_on(&self, device: &Device) -> Result<Sge, UnknownDevice> {
         let lkey = self.keys_on(device)?.lkey;
-        let addr = self.core().wire_addr(self.entry.ptr);
+        let addr = self.core().wire_addr(self.ptr);
         Ok(Sge { addr, length: u32::try_from(self.len).unwrap_or(u32::MAX), lkey })
     }
 
@@ -43,7 +43,7 @@ impl Buf<Rails> {
     ) -> Result<Option<Sge>, UnknownDevice> {
         let lkey = self.keys_on(device)?.lkey;
         let end = offset.checked_add(len as usize).filter(|&end| end <= self.len);
-        let addr = self.core().wire_addr(self.entry.ptr).wrapping_add(offset as u64);
+        let addr = self.core().wire_addr(self.ptr).wrapping_add(offset as u64);
         Ok(end.map(|_| Sge { addr, length: len, lkey }))
     }
 
@@ -55,7 +55,7 @@ impl Buf<Rails> {
     #[inline]
     pub fn remote_on(&self, device: &Device) -> Result<Option<RemoteBuf>, UnknownDevice> {
         let rkey = self.keys_on(device)?.rkey;
-        let addr = self.core().wire_addr(self.entry.ptr);
+        let addr = self.core().wire_addr(self.ptr);
         Ok(rkey.map(|rkey| RemoteBuf { addr, len: self.len as u64, rkey }))
     }
 }

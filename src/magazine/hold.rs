@@ -114,10 +114,13 @@ impl Local {
     /// # Safety
     /// Only on the thread that owns the slot, which calls [`let_go`](Local::let_go) before it drops its own reference.
     pub(crate) unsafe fn lead(&self) {
-        if self.state.lock().attached {
+        // Locked until it leads, for whoever detaches it has the lock, too.
+        let state = self.state.lock();
+        if state.attached {
             // SAFETY: attached, so the slot is valid.
             unsafe { &*self.slot }.lead_to(self.shown());
         }
+        drop(state);
     }
 
     /// Before the owner drops its reference: lets the slot lead elsewhere, if it still leads here. Whoever detached the
@@ -225,7 +228,8 @@ impl<'a> Hold<'a> {
             match mag.loaded().take() {
                 Some(m) => {
                     depot.set_count(&m, count);
-                    mag.point_at(depot, &m, usize::from(self.state.caps[class]));
+                    // A class whose cap was taken back has room for one at least: it must not be loaded and have none.
+                    mag.point_at(depot, &m, usize::from(self.state.caps[class]).max(1));
                     mag.loaded().set(Some(m));
                 }
                 None => mag.gate().shut(),

@@ -247,7 +247,7 @@ impl Core {
         if self.scarce.load(Relaxed) > 0
             && self.scarce.fetch_update(Relaxed, Relaxed, scarce).is_ok()
         {
-            return 1;
+            return room.min(1);
         }
         room.min(REFILL)
     }
