@@ -101,12 +101,18 @@ impl Drop for Slot {
     }
 }
 
-/// This thread's slot at an offset that [`Slot::offset`] gave.
+/// This thread's slot at an offset that [`Slot::offset`] gave, its address in a register, to be used in a loop.
 #[inline(always)]
 pub(crate) fn slot_at(offset: u32) -> *const ThreadSlot {
+    in_register(slot_once(offset))
+}
+
+/// The same for a single use, which needs no address.
+#[inline(always)]
+pub(crate) fn slot_once(offset: u32) -> *const ThreadSlot {
     // `with` on a thread-local without destructor always works.
     // SAFETY: `offset` is a slot's, so the result is inside the row.
-    ROW.with(|row| in_register(unsafe { row.as_ptr().byte_add(offset as usize) }))
+    ROW.with(|row| unsafe { row.as_ptr().byte_add(offset as usize) })
 }
 
 /// Runs `f` on this thread's magazines for `core`, made if need be. `None` when the thread is past giving

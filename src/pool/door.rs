@@ -58,7 +58,7 @@ impl Door {
     #[inline(always)]
     fn slot(&self) -> &ThreadSlot {
         // SAFETY: this thread's own slot, which lives as long as the thread.
-        unsafe { &*thread::slot_at(self.slot_offset.get()) }
+        unsafe { &*thread::slot_once(self.slot_offset.get()) }
     }
 
     /// Takes a block for `len` bytes that is still to be marked as out.
