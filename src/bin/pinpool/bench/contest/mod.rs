@@ -19,7 +19,7 @@ mod general;
 mod handoff;
 mod keys_of;
 pub(crate) mod measure;
-mod opaque;
+pub(crate) mod opaque;
 pub(crate) mod pair;
 mod pools;
 mod queues;
