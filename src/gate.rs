@@ -360,15 +360,15 @@ mod loom_tests {
         })
     }
 
-    fn check(f: impl Fn() + Sync + Send + 'static) {
+    fn check(preemptions: usize, f: impl Fn() + Sync + Send + 'static) {
         let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(3);
+        model.preemption_bound = Some(preemptions);
         model.check(f);
     }
 
     #[test]
     fn loom_owner_and_thief_are_never_both_inside() {
-        check(|| {
+        check(5, || {
             let s = Arc::new((Small::new(), Mutex::new(())));
             put(&s, 1);
             let t = s.clone();
@@ -386,7 +386,7 @@ mod loom_tests {
 
     #[test]
     fn loom_a_thief_who_only_counts_takes_nothing() {
-        check(|| {
+        check(5, || {
             let s = Arc::new((Small::new(), Mutex::new(())));
             put(&s, 1);
             let t = s.clone();
@@ -404,7 +404,7 @@ mod loom_tests {
 
     #[test]
     fn loom_moving_the_bounds_from_inside_does_not_let_the_owner_out() {
-        check(|| {
+        check(5, || {
             let s = Arc::new((Small::new(), Mutex::new(())));
             s.0.load();
             s.0.put_by(1);
@@ -426,7 +426,7 @@ mod loom_tests {
 
     #[test]
     fn loom_counted_and_then_robbed_while_the_bounds_move() {
-        check(|| {
+        check(3, || {
             let s = Arc::new((Small::new(), Mutex::new(())));
             s.0.load();
             s.0.put_by(1);
