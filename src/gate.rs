@@ -15,8 +15,8 @@
 //! | closed | yes | the owner, if it looked before they were closed; the thief waits. Else nobody: it leaves at once |
 //! | closed | no | whoever holds the lock that `close` and `open` are called under |
 //!
-//! Nobody but the owner writes `top`: an owner that comes too late still leaves its mark, and puts back what it took. What a
-//! thief leaves there is no longer true, and the owner sets it right before it opens the gate again.
+//! Nobody but the owner writes `top`: an owner that comes too late still leaves its mark, and puts back what it took.
+//! What a thief leaves there is no longer true, and the owner sets it right before it opens the gate again.
 //!
 //! The mark is in a word that each pop and push writes in any case because the cache takes one store a cycle, or two
 //! to one line: a flag elsewhere, set and cleared twice a pair, costs two cycles of seven.
@@ -342,110 +342,112 @@ mod loom_tests {
 
     use super::model::Small;
 
-    /// As the pool's thread does: without the lock, or with it.
-    fn put(s: &(Small, Mutex<()>), n: u32) {
-        if !s.0.push(n) {
-            let _lock = s.1.lock().unwrap();
-            s.0.set_right();
-            s.0.load();
-            assert!(s.0.push(n));
+    /// A magazine and the lock of its slow path.
+    struct Own(Small, Mutex<()>);
+
+    impl Own {
+        /// As the pool's thread does: without the lock, or with it.
+        fn put(&self, n: u32) {
+            if !self.0.push(n) {
+                let _lock = self.1.lock().unwrap();
+                self.0.set_right();
+                self.0.load();
+                assert!(self.0.push(n));
+            }
+        }
+
+        fn get(&self) -> Option<u32> {
+            self.0.pop().or_else(|| {
+                let _lock = self.1.lock().unwrap();
+                self.0.set_right();
+                self.0.pop()
+            })
+        }
+
+        fn steal(&self) -> u32 {
+            self.locked(|own| own.steal().1)
+        }
+
+        fn locked<T>(&self, f: impl FnOnce(&Small) -> T) -> T {
+            let _lock = self.1.lock().unwrap();
+            f(&self.0)
         }
     }
 
-    fn get(s: &(Small, Mutex<()>)) -> Option<u32> {
-        s.0.pop().or_else(|| {
-            let _lock = s.1.lock().unwrap();
-            s.0.set_right();
-            s.0.pop()
-        })
-    }
-
-    fn check(preemptions: usize, f: impl Fn() + Sync + Send + 'static) {
+    /// Runs an owner beside a thief, with a 1 in the memory that is loaded, or else in the other.
+    fn beside<T: 'static>(
+        preemptions: usize,
+        loaded: bool,
+        thief: fn(&Own) -> T,
+        owner: fn(&Own, &mut dyn FnMut() -> T),
+    ) {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(preemptions);
-        model.check(f);
+        model.check(move || {
+            let own = Arc::new(Own(Small::new(), Mutex::new(())));
+            own.0.load();
+            if loaded {
+                assert!(own.0.push(1));
+            } else {
+                own.0.put_by(1);
+            }
+            let shared = own.clone();
+            let mut thief = Some(thread::spawn(move || thief(&shared)));
+            owner(&own, &mut || thief.take().unwrap().join().unwrap());
+        });
     }
 
     #[test]
     fn loom_owner_and_thief_are_never_both_inside() {
-        check(5, || {
-            let s = Arc::new((Small::new(), Mutex::new(())));
-            put(&s, 1);
-            let t = s.clone();
-            let thief = thread::spawn(move || {
-                let _lock = t.1.lock().unwrap();
-                t.0.steal()
-            });
-            let got = get(&s);
-            put(&s, 2);
-            let (_, stolen) = thief.join().unwrap();
-            let _lock = s.1.lock().unwrap();
-            assert_eq!(got.unwrap_or(0) + stolen + s.0.steal().1, 3);
+        beside(5, true, Own::steal, |own, stolen| {
+            let got = own.get().unwrap_or(0);
+            own.put(2);
+            assert_eq!(got + stolen() + own.steal(), 3);
         });
     }
 
     #[test]
     fn loom_a_thief_who_only_counts_takes_nothing() {
-        check(5, || {
-            let s = Arc::new((Small::new(), Mutex::new(())));
-            put(&s, 1);
-            let t = s.clone();
-            let counts = thread::spawn(move || {
-                let _lock = t.1.lock().unwrap();
-                t.0.count()
-            });
-            let got = get(&s);
-            assert_eq!(got, Some(1));
-            put(&s, 2);
-            assert!(counts.join().unwrap() <= 1);
-            assert_eq!(get(&s), Some(2));
+        let count = |own: &Own| own.locked(Small::count);
+        beside(5, true, count, |own, counted| {
+            assert_eq!(own.get(), Some(1));
+            own.put(2);
+            assert!(counted() <= 1);
+            assert_eq!(own.get(), Some(2));
         });
     }
 
     #[test]
     fn loom_moving_the_bounds_from_inside_does_not_let_the_owner_out() {
-        check(5, || {
-            let s = Arc::new((Small::new(), Mutex::new(())));
-            s.0.load();
-            s.0.put_by(1);
-            let t = s.clone();
-            let thief = thread::spawn(move || {
-                let _lock = t.1.lock().unwrap();
-                let stolen = t.0.steal();
+        let steal_twice = |own: &Own| {
+            own.locked(|small| {
+                let stolen = small.steal().1;
                 // Closed it stays, until the owner has the lock.
-                assert_eq!(t.0.steal(), (0, 0));
-                stolen.1
-            });
-            s.0.exchange();
-            let got = s.0.pop();
-            let stolen = thief.join().unwrap();
-            assert_eq!(got.unwrap_or(0) + stolen, 1);
-            assert!(stolen == 0 || s.0.pop().is_none());
+                assert_eq!(small.steal(), (0, 0));
+                stolen
+            })
+        };
+        beside(5, false, steal_twice, |own, stolen| {
+            own.0.exchange();
+            let got = own.0.pop().unwrap_or(0);
+            let stolen = stolen();
+            assert_eq!(got + stolen, 1);
+            assert!(stolen == 0 || own.0.pop().is_none());
         });
     }
 
     #[test]
     fn loom_counted_and_then_robbed_while_the_bounds_move() {
-        check(3, || {
-            let s = Arc::new((Small::new(), Mutex::new(())));
-            s.0.load();
-            s.0.put_by(1);
-            let t = s.clone();
-            let thief = thread::spawn(move || {
-                {
-                    let _lock = t.1.lock().unwrap();
-                    t.0.count();
-                }
-                let _lock = t.1.lock().unwrap();
-                t.0.steal().1
-            });
-            s.0.exchange();
-            let got = s.0.pop().unwrap_or(0);
-            put(&s, 4);
-            s.0.exchange();
-            let stolen = thief.join().unwrap();
-            let _lock = s.1.lock().unwrap();
-            assert_eq!(got + stolen + s.0.steal().1, 5);
+        let count_and_steal = |own: &Own| {
+            own.locked(Small::count);
+            own.steal()
+        };
+        beside(3, false, count_and_steal, |own, stolen| {
+            own.0.exchange();
+            let got = own.0.pop().unwrap_or(0);
+            own.put(4);
+            own.0.exchange();
+            assert_eq!(got + stolen() + own.steal(), 5);
         });
     }
 }

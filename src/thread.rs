@@ -29,7 +29,7 @@ use crate::{
 pub(crate) const SLOTS: usize = 256;
 
 thread_local! {
-    // One more than there are slots: it always leads to nobody's, and stands for "no slot".
+    // One more than there are slots: it leads to closed magazines always, and stands for "no slot".
     static ROW: [ThreadSlot; SLOTS + 1] = const { [const { ThreadSlot::new() }; SLOTS + 1] };
     static ATTACHED: RefCell<Attached> =
         const { RefCell::new(Attached { locals: Vec::new(), apart: None }) };
@@ -118,11 +118,11 @@ pub(crate) fn slot_once(offset: u32) -> *const ThreadSlot {
 /// Runs `f` on this thread's magazines for `core`, made if need be. `None` when the thread is past giving
 /// things back, or when this is called from inside itself (through a global allocator, say).
 pub(crate) fn with_local<R>(core: &Core, f: impl FnOnce(&Local) -> R) -> Option<R> {
-    let _own = reentry::enter();
     if !core.has_place() {
         stand_apart();
         return None;
     }
+    let _own = reentry::enter();
     let run = |attached: &RefCell<Attached>| {
         // Borrowed until `f` is done: that is what keeps a call from inside out.
         let mut attached = attached.try_borrow_mut().ok()?;
@@ -142,6 +142,7 @@ fn stand_apart() {
         if !slot.leads_to(magazine::nobodys()) {
             return;
         }
+        let _own = reentry::enter();
         // At the thread's end, and when called from inside this, it stays as it is.
         let _ = ATTACHED.try_with(|attached| {
             if let Ok(mut attached) = attached.try_borrow_mut() {

@@ -317,28 +317,24 @@ fn exhausted_means_exhausted_while_others_call_caches_back() {
     one_block_is_always_had(|pool| assert!(pool.alloc(512 << 10).is_err()));
 }
 
-#[test]
-fn a_thief_in_a_loop_never_meets_an_owner() {
-    // Two owners at full speed and a thread that takes their magazines away all the time: without the
-    // barrier that the thief pays for, a block is soon handed out twice.
+/// Two owners that take turns of their own, so many each, and a thief that comes all the time until one of them is
+/// done. Each turn has a tag that no other owner's has.
+fn two_owners_and_a_thief(
+    turns: usize,
+    thief: impl Fn(&Pool, usize) + Sync,
+    turn: impl Fn(&Pool, u8) + Sync,
+) {
     let pool = soft(4 << 20).build().unwrap();
     let done = std::sync::atomic::AtomicBool::new(false);
+    let (pool, done, thief, turn) = (&pool, &done, &thief, &turn);
     thread::scope(|s| {
-        s.spawn(|| {
-            while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                pool.trim();
-            }
+        s.spawn(move || {
+            let going = |_: &usize| !done.load(std::sync::atomic::Ordering::Relaxed);
+            (0..).take_while(going).for_each(|i| thief(pool, i));
         });
         for owner in 0..2u8 {
-            let (pool, done) = (&pool, &done);
             s.spawn(move || {
-                for i in 0..scaled(1_000_000) {
-                    let mut buf = pool.alloc(64).unwrap();
-                    let tag = owner << 7 | (i as u8 & 127);
-                    buf[0] = tag;
-                    std::hint::black_box(&mut buf);
-                    assert_eq!(buf[0], tag, "somebody else has this block too");
-                }
+                (0..scaled(turns)).for_each(|i| turn(pool, owner << 7 | (i as u8 & 127)));
                 done.store(true, std::sync::atomic::Ordering::Relaxed);
             });
         }
@@ -348,40 +344,41 @@ fn a_thief_in_a_loop_never_meets_an_owner() {
 }
 
 #[test]
+fn a_thief_in_a_loop_never_meets_an_owner() {
+    // Owners at full speed and a thread that takes their magazines away all the time: without the barrier
+    // that the thief pays for, a block is soon handed out twice.
+    two_owners_and_a_thief(
+        1_000_000,
+        |pool, _| pool.trim(),
+        |pool, tag| {
+            let mut buf = pool.alloc(64).unwrap();
+            buf[0] = tag;
+            std::hint::black_box(&mut buf);
+            assert_eq!(buf[0], tag, "somebody else has this block too");
+        },
+    );
+}
+
+#[test]
 fn owners_that_move_between_their_magazines_are_counted_and_robbed() {
     // More out at a time than a magazine holds, and then none: each turn goes to the previous magazine and back, which
     // an owner does without a lock, and which moves the bounds that thieves close.
-    let pool = soft(4 << 20).build().unwrap();
-    let done = std::sync::atomic::AtomicBool::new(false);
-    thread::scope(|s| {
-        s.spawn(|| {
-            for i in 0u64.. {
-                if done.load(std::sync::atomic::Ordering::Relaxed) {
-                    break;
-                }
-                let s = pool.stats();
-                assert_eq!(s.live + s.cached + s.free + s.unused, s.capacity);
-                if i % 4 == 0 {
-                    pool.trim();
-                }
+    two_owners_and_a_thief(
+        100_000,
+        |pool, i| {
+            let s = pool.stats();
+            assert_eq!(s.live + s.cached + s.free + s.unused, s.capacity);
+            if i % 4 == 0 {
+                pool.trim();
             }
-        });
-        for owner in 0..2u8 {
-            let (pool, done) = (&pool, &done);
-            s.spawn(move || {
-                for i in 0..scaled(100_000) {
-                    let tag = owner << 7 | (i as u8 & 127);
-                    let mut bufs: Vec<_> = (0..20).map(|_| pool.alloc(64).unwrap()).collect();
-                    bufs.iter_mut().for_each(|buf| buf[0] = tag);
-                    std::hint::black_box(&mut bufs);
-                    assert!(bufs.iter().all(|buf| buf[0] == tag), "somebody else has a block too");
-                }
-                done.store(true, std::sync::atomic::Ordering::Relaxed);
-            });
-        }
-    });
-    pool.check();
-    assert_eq!(pool.stats().live, 0);
+        },
+        |pool, tag| {
+            let mut bufs: Vec<_> = (0..20).map(|_| pool.alloc(64).unwrap()).collect();
+            bufs.iter_mut().for_each(|buf| buf[0] = tag);
+            std::hint::black_box(&mut bufs);
+            assert!(bufs.iter().all(|buf| buf[0] == tag), "somebody else has a block too");
+        },
+    );
 }
 
 #[test]

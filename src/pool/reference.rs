@@ -15,7 +15,8 @@ use crate::{
     thread,
 };
 
-/// Where a pool is and where threads' rows lead to its magazines: what a handle and a buffer need on the hot path. Owns nothing.
+/// Where a pool is and where threads' rows lead to its magazines: what a handle and a buffer need on the hot path.
+/// Owns nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PoolRef {
     pub(crate) core: NonNull<Core>,
